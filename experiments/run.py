@@ -204,10 +204,10 @@ def costs(listed: ExperimentList, hardware: str) -> list[str]:
             ["--config", variant.config, *flags, "--hardware", hardware],
         )
         fits = "" if cost.fits else ", and does not fit into memory"
-        costs_by_name.append(f"{variant.name}: {cost.days:,.2f} days, ${cost.cost:,.2f} a seed{fits}")
+        costs_by_name.append(f"{variant.name}: {duration(86_400 * cost.days)}, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
     seeds = len(listed.seeds)
-    total = f"{seeds * days:,.1f} days on {hardware}, ${seeds * dollars:,.2f}"
+    total = f"{duration(86_400 * seeds * days)} on {hardware}, ${seeds * dollars:,.2f}"
     return [*costs_by_name, f"All rows with {counted(seeds, 'seed')}: {total} (assumptions of tools/estimate.py)\n"]
 
 

@@ -223,7 +223,7 @@ def test_a_test_reaches_no_other_machine():
 
 ASKS = """#!{python} -IS
 import json, os, socket, sys
-words = sys.argv[1:]
+words = {program!r} + sys.argv[1:]
 server = socket.socket(socket.AF_UNIX)
 server.connect({server!r})
 program = sys.stdin.read() if words[0] == "-" else None
@@ -238,12 +238,14 @@ sys.exit(code)
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """A function that runs a block in bash, whose `python` is a fork of this process, which has everything imported;
-    returns what it said."""
+    """A function that runs a block in bash, whose `python` and `accelerate` are forks of this process, which has
+    everything imported; returns what it said."""
     monkeypatch.chdir(tmp_path)  # a socket's path may have 107 bytes
     (tmp_path / "bin").mkdir()
-    (python := tmp_path / "bin" / "python").write_text(ASKS.format(python=sys.executable, server=str(tmp_path / "s")))
-    python.chmod(0o755)
+    for name, words in (("python", []), ("accelerate", ["-m", "accelerate.commands.accelerate_cli"])):
+        text = ASKS.format(python=sys.executable, program=words, server=str(tmp_path / "s"))
+        (program := tmp_path / "bin" / name).write_text(text)
+        program.chmod(0o755)
     numbers = itertools.count()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("s")
@@ -251,14 +253,16 @@ def shell(tmp_path, monkeypatch):
         server.settimeout(0.05)
 
         def run(block, folder):
-            path = f"{tmp_path / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            path, forks = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", []
             with open(tmp_path / f"said-{next(numbers)}", "w+") as said:
                 done = subprocess.Popen(
                     ["bash", "-e", "-c", block], cwd=folder, env={**os.environ, "PATH": path}, stdout=said, stderr=said
                 )
                 while done.poll() is None:
                     with contextlib.suppress(TimeoutError):
-                        answer(server.accept()[0], tmp_path / f"python-{next(numbers)}")
+                        forks.append(answer(server.accept()[0], tmp_path / f"python-{next(numbers)}"))
+                for fork in forks:
+                    os.waitpid(fork, 0)
                 said.seek(0)
                 text = said.read()
             assert done.returncode == 0, f"{block}\n{text}"
@@ -268,11 +272,18 @@ def shell(tmp_path, monkeypatch):
 
 
 def answer(connection, log):
-    """Run what `ASKS` asks for; the reply is its exit code and its output."""
-    with connection, connection.makefile("rw") as stream:
-        words, program, folder, environment = json.loads(stream.readline())
-        child = Forked(lambda: python(words, program, folder), log, **environment)
-        stream.write(json.dumps([child.end(), child.log]) + "\n")
+    """Run what `ASKS` asks for and reply with its exit code and output, in a child, as the processes of a launcher ask
+    too; returns the child's PID."""
+    with connection:
+        if pid := os.fork():
+            return pid
+        try:
+            with connection.makefile("rw") as stream:
+                words, program, folder, environment = json.loads(stream.readline())
+                child = Forked(lambda: python(words, program, folder), log, **environment)
+                stream.write(json.dumps([child.end(), child.log]) + "\n")
+        finally:
+            os._exit(0)
 
 
 def python(words, program, folder):
@@ -280,6 +291,8 @@ def python(words, program, folder):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("roberta_recipe", "tools", "train_mlm")]:
         del sys.modules[name]
     os.chdir(folder)
+    sys.executable = shutil.which("python")  # a launcher's processes are forks too
+    words = words[words[0] == "-u" :]
     sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
     is_module = words[0] == "-m"
     sys.argv = words[is_module:]
@@ -299,7 +312,7 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
     (predict,) = (block for language, block in of_page if language == "python")
     of_page = [(language, block) for language, block in of_page if language != "python"]
     assert [language for language, _ in of_page] == ["bash"] * 7
-    shown, launched = [], False
+    shown = []
     for _, block in of_page:
         for pattern, fewer in FEWER:
             block = re.sub(pattern, fewer, block)
@@ -308,9 +321,6 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
         block = re.sub(
             r"(presets/mlm/roberta_mini.yaml|finetune_glue.py)(?! --use_cpu| mine.py)", r"\1 --use_cpu", block
         )
-        if launched:  # once is enough, as a launcher takes seconds to start
-            block = block.replace("accelerate launch ", "python ")
-        launched = launched or "accelerate launch " in block
         shown.append(shell(block, folder))
     assert "8,192 entries in tokenizer/mine" in shown[1] and re.search(r"tokens, [\d.]+ epochs of", shown[2])
     record = json.loads((folder / "runs/mine/run_record.json").read_text())
@@ -349,18 +359,16 @@ ANSWERED = (  # a part of what each answer prints
 )
 
 
-def test_every_answer_runs(root, tmp_path, shell, monkeypatch):
+def test_every_answer_runs(root, tmp_path, shell):
     """The blocks of docs/answers.md in their order, with fewer steps."""
     folder = clone(root, tmp_path / "clone")
     (folder / "my_text").mkdir()
     write_text(folder / "my_text" / "a.txt", make_documents(500, seed=0))
-    monkeypatch.setenv("PYTHONPATH", str(folder))  # a launcher's processes have no other path to the copy
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     fewer = (*FEWER, ("_minutes 0.05", "_minutes 1e-6"), ("64-95", "32-63"), ("1024", "256"), ("1026", "258"))
-    fewer += (("29500", port), ("accelerate launch (?!--)", "python "))  # launched: two that wait for each other
-    fewer += ((r"train_mlm.py (?!.*--use_cpu)", "train_mlm.py --use_cpu "),)
+    fewer += (("29500", port), (r"train_mlm.py (?!.*--use_cpu)", "train_mlm.py --use_cpu "))
     questions = (root / "docs" / "answers.md").read_text(encoding="utf-8").split("\n## ")[1:]
     for question, wanted in zip(questions, ANSWERED, strict=True):
         said = ""
