@@ -147,7 +147,6 @@ class FinetuneRecord(RunRecord):
     scored_examples: dict[str, int]
     baseline: Baseline | None  # None for correlations, several labels, and SQuAD 1.1
     degenerate: bool  # the same answer to all examples
-    computed_tokens: int  # including padding
     best_step: int
     score_at_steps: list[list[float]]  # [step, validation score]
     duplicates: dict[str, Any]

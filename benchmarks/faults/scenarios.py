@@ -169,7 +169,7 @@ def glue_result(out: Path) -> Result:
     found: Result = {"settings": summary["settings"], "picked": summary["picked"]}
     for path in sorted((out / "glue").glob("lr*/run_record.json")):
         record = durable.read_json(path)
-        names = ("metrics", "steps", "tokens_seen", "loss_at_steps", "score_at_steps", "best_step", "computed_tokens")
+        names = ("metrics", "steps", "tokens_seen", "loss_at_steps", "score_at_steps", "best_step")
         found |= {f"{path.parent.name}: {name}": _timeless(record[name]) for name in names}
         best = path.parent / "best"
         for file in sorted(best.glob("*")) if durable.damage(best) is None else []:

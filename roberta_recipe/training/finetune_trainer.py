@@ -138,12 +138,11 @@ class FinetuneTrainer(DurableTrainer):
         resumed = resumed or {}
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
-        self.computed_tokens: int = resumed.get("computed_tokens", 0)  # with padding
         self.sampler: LengthGroupedSampler | None = None
         self.best_step: int | None = resumed.get("best_step")
         self.best_score: float | None = resumed.get("best_score")  # None: not finite
-        # since last counted: tokens without padding, tokens with it, squared lengths of the sequences
-        self._tokens = torch.zeros(3, dtype=torch.int64, device=self.args.device)
+        # since last counted: tokens without padding, squared lengths of the sequences
+        self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)
 
     # Training
 
@@ -205,28 +204,24 @@ class FinetuneTrainer(DurableTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         lengths = mask.sum(-1).flatten()
-        counted = torch.stack([lengths.sum(), lengths.new_tensor(mask.numel()), lengths.square().sum()])
-        self._tokens += counted.to(self._tokens.device)
+        self._tokens += torch.stack([lengths.sum(), lengths.square().sum()]).to(self._tokens.device)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def diverged(self, what):
         return super().diverged(f"seed {self.args.seed}: {what}")
 
     def count_consumed(self) -> None:
-        tokens, computed, squares = self.sum_over_processes(self._tokens.clone()).tolist()
+        tokens, squares = self.sum_over_processes(self._tokens.clone()).tolist()
         self.state.num_input_tokens_seen += tokens
-        self.computed_tokens += computed
         self.throughput.count(tokens, encoder_flops(self.model.config, tokens, squares))
         self._tokens.zero_()
 
     def recipe_state(self):
-        best = {"best_step": self.best_step, "best_score": self.best_score}
-        return {**super().recipe_state(), "computed_tokens": self.computed_tokens, **best}
+        return {**super().recipe_state(), "best_step": self.best_step, "best_score": self.best_score}
 
     def record(self):
         scores = loss_at_steps(self.state.log_history, f"eval_{self.best_metric}")
-        best = {"best_step": self.best_step, "score_at_steps": scores}
-        return {**super().record(), "computed_tokens": self.computed_tokens, **best}
+        return {**super().record(), "best_step": self.best_step, "score_at_steps": scores}
 
     @property
     def model_folder(self):
