@@ -20,6 +20,7 @@ def record(steps):
     return {
         "loss_at_steps": {"train": losses, "validation": losses[-1:]},
         "score_at_steps": [[steps, 0.5]],
+        "blimp_at_steps": [[steps, 0.5]],
         "unigram_entropy": 6.0,
         "metrics": {"eval_loss": 4.0},
         "tokens_seen": 10,
