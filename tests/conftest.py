@@ -37,6 +37,7 @@ from roberta_recipe.data.tokenizer_training import train_tokenizer
 from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
+from roberta_recipe.record import CURVE_NAME
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
@@ -55,7 +56,7 @@ socket.socket.connect = connect
 
 def savefig(figure, path, savefig=Figure.savefig, **options):
     """Loss curves, 0.3 s each, are drawn in test_plots.py and by scripts in a process of their own alone."""
-    if Path(path).name == "loss_curve.png":
+    if Path(path).name == CURVE_NAME:
         Path(path).write_bytes(b"not drawn")
     else:
         savefig(figure, path, **options)
@@ -112,8 +113,8 @@ class Forked:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            sys.stdout = os.fdopen(1, "w", buffering=1)
-            sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python's own
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # a child has children
+            sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # as Python's own
             os.environ.update(env)
             AcceleratorState._reset_state(reset_partial_state=True)
             exit_on_error(call)

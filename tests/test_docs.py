@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Forked, make_documents, run_python, write_jsonl, write_text
+from conftest import Forked, end_well, make_documents, run_python, write_jsonl, write_text
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
@@ -261,8 +261,7 @@ def shell(tmp_path, monkeypatch):
                 while done.poll() is None:
                     with contextlib.suppress(TimeoutError):
                         forks.append(answer(server.accept()[0], tmp_path / f"python-{next(numbers)}"))
-                for fork in forks:
-                    os.waitpid(fork, 0)
+                end_well(forks)
                 said.seek(0)
                 text = said.read()
             assert done.returncode == 0, f"{block}\n{text}"
@@ -272,18 +271,17 @@ def shell(tmp_path, monkeypatch):
 
 
 def answer(connection, log):
-    """Run what `ASKS` asks for and reply with its exit code and output, in a child, as the processes of a launcher ask
-    too; returns the child's PID."""
+    """Run what `ASKS` asks for and reply with its exit code and output, in a child that is returned: meanwhile the
+    processes of a launcher ask too."""
+
+    def reply():
+        with connection.makefile("rw") as stream:
+            words, program, folder, environment = json.loads(stream.readline())
+            child = Forked(lambda: python(words, program, folder), log, **environment)
+            stream.write(json.dumps([child.end(), child.log]) + "\n")
+
     with connection:
-        if pid := os.fork():
-            return pid
-        try:
-            with connection.makefile("rw") as stream:
-                words, program, folder, environment = json.loads(stream.readline())
-                child = Forked(lambda: python(words, program, folder), log, **environment)
-                stream.write(json.dumps([child.end(), child.log]) + "\n")
-        finally:
-            os._exit(0)
+        return Forked(reply, f"{log}-reply")
 
 
 def python(words, program, folder):
