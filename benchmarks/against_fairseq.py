@@ -1,9 +1,9 @@
-r"""This repository against fairseq itself: weights and logits both ways, token ids, blocks.
+r"""Comparison with fairseq's own code: weights and logits in both directions, token ids, blocks.
 
     python benchmarks/against_fairseq.py --fairseq DIR --python PYTHON [--text FILE ...] [--tokenizer DIR]
 
-fairseq runs in an interpreter of its own, so that this repository's needs nothing of it. Both were made like this
-(Python 3.11; fairseq 3d262bb, torch 2.13, numpy 2.4, Cython 3.3), in an empty folder:
+fairseq runs in an environment of its own. Set-up in an empty folder (Python 3.11; fairseq 3d262bb, torch 2.13, numpy
+2.4, Cython 3.3):
 
     git clone https://github.com/facebookresearch/fairseq && python3.11 -m venv venv
     venv/bin/pip install "pip<24.1"  # a newer pip refuses the metadata of omegaconf 2.0.6
@@ -12,11 +12,11 @@ fairseq runs in an interpreter of its own, so that this repository's needs nothi
     cd fairseq && CPATH=$(../venv/bin/python -c "import numpy; print(numpy.get_include())") ../venv/bin/cythonize \
         -+ -i fairseq/data/data_utils_fast.pyx fairseq/data/token_block_utils_fast.pyx
 
-Then `--fairseq fairseq --python venv/bin/python`. No file of fairseq is changed (`import_fairseq` says what is replaced
-in memory). `--text` takes UTF-8 files with a paragraph a line and an empty line between documents; without it, text is
-generated. It takes some five minutes of one core (fairseq composes its configuration anew for every model). Every row
-of the table that it prints must end in "equal", apart from the rows "too long in fairseq", which count a known
-difference: fairseq makes a block of a sentence that is longer than a block, we split it. Otherwise the exit code is 1.
+Then `--fairseq fairseq --python venv/bin/python`. fairseq's files stay as they are; `import_fairseq` patches
+`dataclass` in memory. `--text` takes UTF-8 files with a paragraph per line and an empty line between documents; without
+it, text is generated. A run takes about five minutes of one core (fairseq composes its configuration for every model).
+Every row of the printed table must end in "equal", else the exit code is 1. The exception are the rows "too long in
+fairseq", a known difference: of a sentence longer than a block, fairseq makes one overlong block, and we split it.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from pathlib import Path
 
 import torch
 
-INSIDE = sys.argv[1:2] == ["--inside"]  # whether this is fairseq's interpreter
+INSIDE = sys.argv[1:2] == ["--inside"]  # run by fairseq's interpreter
 ROOT = Path(__file__).resolve().parent.parent
-MAX_DIFFERENCE = 2e-5  # of logits, relative to the largest; float32, other order of additions
+MAX_DIFFERENCE = 2e-5  # of logits, relative to the largest; float32 with another order of additions
 CLASSES = 3
 MASKED = "The cat <mask> in the garden."
 
@@ -57,7 +57,7 @@ if not INSIDE:
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """No weight keeps its initial value: biases of 0 and scales of 1 would hide faults."""
+    """Set all weights to random values, as biases of 0 and scales of 1 would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         scale = "norm" in name.lower() and name.endswith("weight")
@@ -65,7 +65,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def packed(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Rows of different lengths as two tensors."""
+    """Rows of different lengths as a flat tensor with sizes."""
     return {"sizes": torch.tensor([len(row) for row in rows]), "ids": torch.tensor(list(itertools.chain(*rows)))}
 
 
@@ -77,8 +77,7 @@ def unpacked(rows: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def import_fairseq(folder: str) -> None:
-    """fairseq, with hydra 1.0.7, under Python 3.11: a dataclass as the default value of a field must be hashable, and
-    theirs are not."""
+    """Import fairseq with hydra 1.0.7 under Python 3.11, which requires hashable default values of dataclass fields."""
     declare = dataclasses.dataclass
 
     def hashable(cls=None, /, **options):
@@ -96,7 +95,7 @@ def import_fairseq(folder: str) -> None:
 
 
 def load(path: str, data: str) -> torch.nn.Module:
-    """A checkpoint by fairseq's first loader, with its classification heads."""
+    """A checkpoint, read by `load_model_ensemble_and_task`, with its classification heads."""
     from fairseq import checkpoint_utils
 
     overrides = {"data": data, "load_checkpoint_heads": True}
@@ -111,7 +110,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, head: str | None) -> torch
 
 @torch.no_grad()
 def answer_ours(job: dict) -> list[dict]:
-    """Logits of converted checkpoints by both loaders, ids and the most probable tokens by the second loader."""
+    """Logits of our converted checkpoints by both of fairseq's loaders; ids and filled masks by its hub interface."""
     from fairseq.models.roberta import RobertaModel
 
     answers = []
@@ -131,7 +130,7 @@ def answer_ours(job: dict) -> list[dict]:
 
 
 def build_own(job: dict) -> dict[str, dict[str, torch.Tensor]]:
-    """Checkpoints that fairseq builds and saves, in every form of their settings, and the logits of the files."""
+    """Build and save checkpoints with fairseq, with each form of settings; returns their logits."""
     from fairseq import checkpoint_utils, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
@@ -157,7 +156,7 @@ def build_own(job: dict) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def train_own(job: dict) -> dict[str, torch.Tensor]:
-    """`fairseq-train` fine-tunes a checkpoint of ours for three updates; the logits of what it saves."""
+    """Train our checkpoint for three updates with `fairseq-train`; returns the logits of the result."""
     from fairseq.data import Dictionary, indexed_dataset
     from fairseq_cli.train import cli_main
 
@@ -183,7 +182,7 @@ def train_own(job: dict) -> dict[str, torch.Tensor]:
 
 
 def encode(job: dict) -> dict[str, torch.Tensor]:
-    """The ids of the lines by fairseq's BPE and dictionary, as `fairseq-preprocess` finds them."""
+    """Token ids of the lines by fairseq's BPE and dictionary, as in `fairseq-preprocess`."""
     from fairseq.data import Dictionary
     from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
@@ -197,7 +196,7 @@ def encode(job: dict) -> dict[str, torch.Tensor]:
 
 
 def block(corpus: dict) -> dict[str, torch.Tensor]:
-    """fairseq's blocks of a corpus, as its masked_lm task makes them."""
+    """fairseq's blocks of a corpus, as in its masked_lm task."""
     from fairseq.data import PrependTokenDataset, TokenBlockDataset
 
     rows = [torch.tensor(row) for row in unpacked(corpus["rows"])]
@@ -223,14 +222,14 @@ def inside(folder: str, work: str) -> None:
 # ---- in this repository's interpreter
 
 SHAPES = [(2, 32, 4, 64, 66), (3, 48, 2, 80, 34), (1, 64, 1, 128, 130), (4, 40, 8, 24, 514)]
-KINDS = {  # of our models: settings of the config, head
+KINDS = {  # our models: config settings, name of the head
     "tied": ({}, None),
     "untied": ({"tie_word_embeddings": False}, None),
     "mnli": ({"num_labels": CLASSES, "id2label": dict(enumerate(("contradiction", "neutral", "entailment")))}, "mnli"),
     "relu, a head": ({"hidden_act": "relu", "num_labels": 5}, "topic"),
     "gelu_new, a head": ({"hidden_act": "gelu_new", "num_labels": 1}, "score"),
 }
-SETTINGS = {  # of fairseq's own models
+SETTINGS = {  # fairseq's models
     "encoder_layers": 2,
     "encoder_embed_dim": 32,
     "encoder_ffn_embed_dim": 64,
@@ -238,7 +237,7 @@ SETTINGS = {  # of fairseq's own models
     "max_positions": 64,
     "tokens_per_sample": 64,
 }
-OWN = {  # changed settings, and what Hugging Face's RoBERTa can compute of them
+OWN = {  # changed settings, and the outputs that Hugging Face's RoBERTa can compute
     "default": ({}, {"mlm", "head"}),
     "8_heads": ({"encoder_attention_heads": 8}, {"mlm", "head"}),
     "untied": ({"untie_weights_roberta": True}, {"mlm", "head"}),
@@ -262,7 +261,7 @@ OWN = {  # changed settings, and what Hugging Face's RoBERTa can compute of them
 
 
 class Table:
-    """The rows of the result: what was compared, how many cases, how many of them differ, by how much."""
+    """Result table: a check, number of cases, number of differing ones, largest difference."""
 
     def __init__(self):
         self.rows = []
@@ -278,7 +277,7 @@ class Table:
 
 
 def generated_text(seed: int = 0) -> list[str]:
-    """Documents of simple sentences, and of random characters of many scripts."""
+    """Documents of simple sentences, and of random Unicode characters."""
     rng = random.Random(seed)
     letters = "".join(map(chr, [*range(32, 127), *range(160, 600), *range(0x400, 0x460), *range(0x4E00, 0x4E40)]))
     letters += "\u00a0\u2009\u3000\t'’🎉👩‍🔬"
@@ -293,7 +292,7 @@ def read_documents(files: list[str]) -> list[str]:
 
 
 def to_fairseq_lines(documents: list[list[list[int]]]) -> list[list[int]]:
-    """What `fairseq-preprocess` makes of a file: a row a line, `</s>` after it; an empty line between documents."""
+    """Rows as written by `fairseq-preprocess`: a sentence and `</s>`; an empty line (`</s>`) between documents."""
     rows = []
     for sentences in filter(None, documents):
         rows += [[2]] if rows else []
@@ -302,7 +301,7 @@ def to_fairseq_lines(documents: list[list[list[int]]]) -> list[list[int]]:
 
 
 def random_corpora(count: int, oversize: bool) -> list[tuple[int, list[list[list[int]]]]]:
-    """Block lengths and corpora of random documents; with or without sentences that are longer than a block."""
+    """(block length, documents) of random corpora, with or without sentences longer than a block."""
     rng, corpora = random.Random(int(oversize)), []
     for _ in range(count):
         length = rng.randint(4, 40)
@@ -315,14 +314,14 @@ def random_corpora(count: int, oversize: bool) -> list[tuple[int, list[list[list
 
 
 def our_blocks(documents: list[list[list[int]]], length: int, mode: str) -> list[list[int]]:
-    """`complete` is FULL-SENTENCES; `complete_doc`, DOC-SENTENCES, is FULL-SENTENCES of every document by itself."""
+    """Our blocks: `complete` is FULL-SENTENCES, `complete_doc` is FULL-SENTENCES within each document."""
     corpora = [documents] if mode == "complete" else [[document] for document in documents]
     made = (packing.full_sentences(corpus, length, bos_id=0, eos_id=2) for corpus in corpora)
     return [columns["input_ids"] for columns in itertools.chain(*made)]
 
 
 def make_ours(work: Path, tokenizer) -> list[tuple[str, str | None]]:
-    """Random Hugging Face models of all shapes and kinds, converted by the command line."""
+    """Convert random Hugging Face models of all shapes and kinds with tools/fairseq.py."""
     made = []
     for number, kind in enumerate([*KINDS, *KINDS]):
         layers, hidden, heads, inner, positions = SHAPES[number % len(SHAPES)]
@@ -358,7 +357,7 @@ def load_ours(folder: str, head: str | None):
 
 @torch.no_grad()
 def difference(model, ids: torch.Tensor, theirs: torch.Tensor, head: str | None) -> float:
-    """The largest difference of logits, relative to the largest logit; positions of padding are left out."""
+    """Largest difference of logits, without padding, relative to the largest logit."""
     ours, mask = model(ids, attention_mask=ids != 1).logits, ids != 1
     if not head:
         ours, theirs = ours[mask], theirs[mask]
@@ -409,7 +408,7 @@ def same_after_round_trip(model, folder: str, head: str | None, tokenizer) -> bo
 
 
 def convert_own(job: dict, name: str, kind: str, tokenizer_dir: str):
-    """A checkpoint of fairseq's as a Hugging Face model. Raises `InputError` where it is refused."""
+    """Convert a checkpoint of fairseq to a Hugging Face model. Raises `InputError` if it is refused."""
     checkpoint, there = f"{job['work']}/own_{name}.pt", f"{job['work']}/own_{name}_{kind}"
     head = "mnli" if kind == "head" else None
     named = ["--head", head] if head else []
@@ -500,7 +499,7 @@ def make_corpora(documents: list[str], tokenizer, length: int, random_count: int
 
 
 def run_fairseq(args: argparse.Namespace, work: Path, *command: str) -> None:
-    """This file, or a command, in fairseq's interpreter."""
+    """Run this file, or another command, in fairseq's interpreter."""
     command = command or (str(Path(__file__).resolve()), "--inside", str(Path(args.fairseq).resolve()), str(work))
     done = subprocess.run([args.python, *command], capture_output=True, text=True, cwd=work, check=False)
     if done.returncode:
@@ -508,7 +507,8 @@ def run_fairseq(args: argparse.Namespace, work: Path, *command: str) -> None:
 
 
 def resave_and_compare(args: argparse.Namespace, job: dict, answers: dict, tokenizer_dir: str) -> float:
-    """The command in the refusal of a DictConfig, run in fairseq's interpreter; then the difference of logits."""
+    """Run the command from the error message about a DictConfig in fairseq's interpreter; returns the difference of
+    logits."""
     try:
         convert_own(job, "DictConfig", "mlm", tokenizer_dir)
         raise SystemExit("a pickled DictConfig was read")
@@ -547,11 +547,11 @@ def make_job(work: Path, documents: list[str], tokenizer, args: argparse.Namespa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fairseq", required=True, help="the folder of fairseq's repository, its two modules compiled")
+    parser.add_argument("--fairseq", required=True, help="clone of fairseq, with its two Cython modules compiled")
     parser.add_argument("--python", required=True, help="fairseq's interpreter")
-    parser.add_argument("--text", nargs="+", help="text files; generated text without them")
-    parser.add_argument("--tokenizer", help="a tokenizer with RoBERTa's ids; trained on generated text without it")
-    parser.add_argument("--max_seq_length", type=int, default=512, help="of blocks of text")
+    parser.add_argument("--text", nargs="+", help="text files; default: generated text")
+    parser.add_argument("--tokenizer", help="a tokenizer with RoBERTa's ids; default: trained on generated text")
+    parser.add_argument("--max_seq_length", type=int, default=512, help="block length")
     parser.add_argument("--random_corpora", type=int, default=1000)
     args = parser.parse_args()
     documents = read_documents(args.text) if args.text else generated_text()

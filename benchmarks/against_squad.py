@@ -1,14 +1,14 @@
-"""Our SQuAD scores beside the official scripts', to the last digit.
+"""Comparison of our SQuAD scores with the official evaluation scripts, to the last digit.
 
     python benchmarks/against_squad.py --official_1.1 evaluate-v1.1.py --official_2.0 evaluate-v2.0.py [--cases 400] \\
         [--data dev-v1.1.json dev-v2.0.json] [--pair dev-v1.1.json pred.json] [--pair dev-v2.0.json pred.json odds.json]
 
-The scripts are the user's copies (https://rajpurkar.github.io/SQuAD-explorer). A case is a data file, a prediction file
-and, in 2.0, often a file of odds: generated (ids that are missing or not asked for, ties, odds above 1, empty texts,
-Unicode punctuation, articles alone, repeated answers), a real data file with generated predictions (`--data`, ten
-each), or real files (`--pair`). Each runs through the official script's own command line and through
-`tools/squad_score.py`; they agree where the two print the same JSON, or where neither gives a score. Exit
-code 1 where a case differs; 400 generated cases take about 20 s of a core.
+The scripts come from https://rajpurkar.github.io/SQuAD-explorer. A case is a data file, a prediction file and, in 2.0,
+often a file of no-answer probabilities. Files are generated (missing and unknown ids, ties, probabilities above 1,
+empty texts, Unicode punctuation, answers of articles only, repeated answers), real data with generated predictions
+(`--data`, ten each), or real (`--pair`). Each case runs through the official command line and `tools/squad_score.py`,
+which must print the same JSON, or both give no score. The exit code is 1 if a case differs; 400 generated cases take
+about 20 s of one core.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PER_DATA_FILE = 10
 
 
 class Case(NamedTuple):
-    """The files of a case; `odds` in 2.0 only."""
+    """The files of a case; `odds`: no-answer probabilities of 2.0."""
 
     name: str
     version: str
@@ -50,12 +50,12 @@ class Case(NamedTuple):
 
 
 def text(rng: random.Random, most: int = 5) -> str:
-    """Some words, at least one, of which something is no space."""
+    """One to `most` random words, not only white space."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most))).strip() or "the"
 
 
 def dataset(rng: random.Random, version: str) -> dict[str, Any]:
-    """A data file of 2 to 40 questions; in 2.0, at least one of them has an answer and one has none."""
+    """A data file of 2 to 40 questions; in 2.0, at least one is answerable and one is not."""
     entries = []
     for number in range(rng.randint(2, 40)):
         answers = [text(rng) for _ in range(rng.randint(1, 4))]
@@ -72,7 +72,7 @@ def dataset(rng: random.Random, version: str) -> dict[str, Any]:
 
 
 def prediction(rng: random.Random, gold: list[str]) -> str:
-    """A text that often is, or resembles, a gold answer."""
+    """A predicted text, often equal or similar to a gold answer."""
     kind = rng.random()
     if kind < 0.2 or (not gold and kind < 0.6):
         return ""
@@ -86,7 +86,7 @@ def prediction(rng: random.Random, gold: list[str]) -> str:
 
 
 def odds_of(rng: random.Random, names: list[str]) -> dict[str, float]:
-    """Probabilities, a few equal levels, or numbers of either sign and any size."""
+    """No-answer values: probabilities, a few levels with ties, or any positive and negative numbers."""
     draw = rng.choice(
         [rng.random, lambda: rng.choice([0.0, 0.25, 0.5, 1.0, 1]), lambda: rng.gauss(0, 5), lambda: rng.randint(-3, 3)]
     )
@@ -95,7 +95,7 @@ def odds_of(rng: random.Random, names: list[str]) -> dict[str, float]:
 
 
 def generated(rng: random.Random, name: str, folder: Path, data: dict[str, Any], path: Path | None = None) -> Case:
-    """A case with generated predictions for `data`, whose file is `path` where it is a real file."""
+    """A case with generated predictions for `data`; `path`: its file, if it is a real one."""
     entries = [entry for article in data["data"] for p in article["paragraphs"] for entry in p["qas"]]
     version = "1.1" if all(entry["answers"] for entry in entries) else "2.0"
     gold = {entry["id"]: [answer["text"] for answer in entry["answers"]] for entry in entries}
@@ -115,7 +115,7 @@ def generated(rng: random.Random, name: str, folder: Path, data: dict[str, Any],
 
 
 def cases(args: argparse.Namespace, folder: Path) -> Iterator[Case]:
-    """All cases, one after the other; a case's generated files are overwritten by the next case's."""
+    """All cases in turn; the generated files of a case overwrite those of the one before."""
     for number in range(args.cases):
         rng = random.Random(f"{args.seed} {number}")
         yield generated(rng, f"generated {number}", folder, dataset(rng, ("1.1", "2.0")[number % 2]))
@@ -136,7 +136,7 @@ def cases(args: argparse.Namespace, folder: Path) -> Iterator[Case]:
 
 
 def official(script: Path, case: Case) -> str | None:
-    """The JSON that the official script prints, keys sorted; None where it breaks off."""
+    """The JSON output of the official script, with sorted keys; None if it fails."""
     argv = [str(script), str(case.data), str(case.predictions)] + (["-n", str(case.odds)] if case.odds else [])
     printed = io.StringIO()
     silent = contextlib.redirect_stderr(io.StringIO())  # 1.1 prints a line for each question without a prediction
@@ -149,7 +149,7 @@ def official(script: Path, case: Case) -> str | None:
 
 
 def ours(case: Case) -> str | None:
-    """The JSON that our tool prints, keys sorted; None where it refuses the files."""
+    """The JSON output of our tool, with sorted keys; None if it refuses the files."""
     argv = ["--predictions", str(case.predictions), "--validation_file", str(case.data)]
     argv += ["--version_2_with_negative"] * (case.version == "2.0") + (
         ["--null_odds", str(case.odds)] if case.odds else []
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--pair", nargs="+", type=Path, action="append", default=[])
     args = parser.parse_args()
     scripts = {version: vars(args)[f"official_{version}"] for version in ("1.1", "2.0")}
-    logging.disable(logging.WARNING)  # what is missing is missing on purpose
+    logging.disable(logging.WARNING)  # about missing predictions, which are intended
     counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(args, Path(folder)):

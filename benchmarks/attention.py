@@ -1,9 +1,9 @@
-"""Which attention is fastest: the choice of roberta_recipe/model/attention.py, measured.
+"""Speed of the attention implementations, which roberta_recipe/model/attention.py chooses from.
 
     python benchmarks/attention.py [--threads 1]
 
-Forward and backward of each attention, in every precision that the device has, with and without dropout of the weights,
-at several lengths of 4,096 tokens; the ways alternate. Prints the median milliseconds and the fastest.
+Forward and backward of each attention over 4,096 tokens, in each precision of the device, with and without attention
+dropout, at several lengths; the implementations alternate. Prints median milliseconds and the fastest one.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(ways, length: int, dropout: float, dtype, device, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each way."""
+    """Median milliseconds of each implementation."""
     x = torch.randn(3, TOKENS // length, length, HEADS, SIZE, device=device, dtype=dtype)
     times: dict[str, list[float]] = {name: [] for name in ways}
     module = torch.nn.Module().train()
@@ -60,7 +60,7 @@ def measured(ways, length: int, dropout: float, dtype, device, repeats: int) -> 
             out.backward(torch.ones_like(out))
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat >= 2:  # two warm up
+            if repeat >= 2:  # after two warm-ups
                 times[name].append(1e3 * (time.perf_counter() - start_s))
     return {name: statistics.median(values) for name, values in times.items()}
 

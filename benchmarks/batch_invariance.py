@@ -1,15 +1,15 @@
-"""The same curve in any layout: micro-batches, accumulation, processes and ZeRO stages, on the CPU in fp32.
+"""Invariance of loss and gradient to micro-batches, accumulation, processes and ZeRO stages, on the CPU in fp32.
 
     python benchmarks/batch_invariance.py [--steps 50] [--bound 1e-5]
 
-First one step over 16 sequences, by the stock `RobertaForMaskedLM` with `Trainer` and by ours, with the same weights
-and masks: loss, norm of the gradient, and the largest difference of a gradient's entry from that of the whole batch at
-once, relative to the norm.
+First, one step over 16 sequences by stock `RobertaForMaskedLM` with `Trainer` and by ours, with the same weights and
+masks: loss, gradient norm, and the largest difference of a gradient entry from that of the undivided batch, relative to
+the norm.
 
-Then a small model without dropout is trained on generated text, always 16 sequences a step, through the command line of
-the recipe: one process, two processes, and two processes under ZeRO 1, 2 and 3, each with three micro-batches. Printed
-is the largest relative difference of the logged losses from a single process that takes the whole batch at once; exit
-code 1 above the bound. About five minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
+Then train_mlm.py trains a small model without dropout on generated text, 16 sequences per step: one process, two
+processes, and two processes under ZeRO 1, 2 and 3, with three micro-batch sizes each. Prints the largest relative
+difference of logged losses from one process with the undivided batch; the exit code is 1 above the bound. About five
+minutes on two cores; DeepSpeed needs a C++ compiler for its first run on a CPU.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def write_inputs(folder: Path) -> Path:
     """Write text, tokenizer, model config and a preset that names these files; returns the preset."""
     rng = random.Random(0)
     words = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 7))) for _ in range(300)]
-    weights = [1 / rank for rank in range(1, len(words) + 1)]  # Zipf's law, so that there is something to learn
+    weights = [1 / rank for rank in range(1, len(words) + 1)]  # Zipf's law, which can be learnt
     sentences = [" ".join(rng.choices(words, weights, k=rng.randint(4, 16))) + "." for _ in range(12000)]
     documents = ["\n".join(sentences[start : start + 8]) for start in range(0, len(sentences), 8)]
     (folder / "train.txt").write_text("\n\n".join(documents[:1400]), encoding="utf-8")
@@ -90,7 +90,7 @@ class Blocks(torch.utils.data.IterableDataset):
 
 
 class KeepGradient(TrainerCallback):
-    """Keeps the gradient of the step, before the optimizer takes it."""
+    """Callback that keeps the gradient of the step."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         self.gradient = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
@@ -106,7 +106,7 @@ def one_step(folder: Path, stock: bool, micro_batch: int) -> tuple[float, float,
     values |= {"gradient_accumulation_steps": GLOBAL_BATCH_SIZE // micro_batch, "report_to": "none"}
     shared = {"train_dataset": Blocks(folder, tokenizer), "callbacks": [keep], "args": MlmTrainingArguments(**values)}
     if stock:
-        columns = ("input_ids", "attention_mask", "labels")  # those that the stock class takes
+        columns = ("input_ids", "attention_mask", "labels")  # arguments of the stock class
         trainer = Trainer(
             model=transformers.RobertaForMaskedLM(config),
             data_collator=lambda examples: {name: x for name, x in collator(examples).items() if name in columns},

@@ -1,9 +1,9 @@
-"""The cost of the checks of data: the hash of a token cache's chunks, and those of a corpus's files.
+"""Time to hash the chunks of a token cache and the files of a corpus.
 
     python benchmarks/checks.py [--gb 1] [--folder DIR]
 
-Writes a token cache of random tokens (blocks of 512, chunks of 4,000) and a file of random bytes of that size into a
-temporary folder, a minute on two CPU cores, and removes them.
+Writes a token cache of random tokens (blocks of 512, chunks of 4,000 blocks) and a file of random bytes, `--gb` each,
+to a temporary folder, and deletes them. A minute on two CPU cores.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class RandomTokens:
 
 
 def write_cache(folder: Path, files: int) -> Corpus:
-    """A complete cache of random tokens, a training and a validation shard for each of `files`; returns its corpus."""
+    """Write a complete cache of random tokens, a training and a validation shard per file; returns its corpus."""
     texts = [folder / f"{number}.txt" for number in range(files)]
     for path in texts:
         path.write_text(path.name)
@@ -57,8 +57,8 @@ def write_cache(folder: Path, files: int) -> Corpus:
 
 
 def us_per_block(cache: TokenCache, count: int) -> float:
-    """Microseconds of processor time to read a block, opened chunks included."""
-    start_s = time.process_time()  # of the CPU, so that a busy machine measures the same
+    """Microseconds of CPU time to read a block, with opening of chunks."""
+    start_s = time.process_time()  # independent of the machine's load
     for block in itertools.islice(stream.blocks_at(cache, batches_of(0, 32, 1, 0)), count):
         int(block["input_ids"][7])
     return (time.process_time() - start_s) / count * 1e6
@@ -67,7 +67,7 @@ def us_per_block(cache: TokenCache, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the cache, and of the text file")
-    parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
+    parser.add_argument("--folder", help="parent of the temporary folder; default: the system's")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)

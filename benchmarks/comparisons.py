@@ -1,9 +1,9 @@
-"""What `speed.py` compares: each function measures a way of a comparison, in a process of its own, with the code of the
-checkout that the task names.
+"""Measurements of `speed.py`: each function measures one contestant ("stock", "ours", "before") of a comparison, in its
+own process, with the code of the task's checkout.
 
 Stock is `RobertaForMaskedLM`, `DataCollatorForLanguageModeling`, `Trainer` and chunks of fixed size (`group_texts`), as
-transformers' run_mlm.py has them; examples cut and padded to 128 tokens, as run_glue.py; windows padded to their full
-length, as run_qa.py.
+in transformers' run_mlm.py; examples truncated and padded to 128 tokens, as in run_glue.py; windows padded to their
+full length, as in run_qa.py.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {  # config, what differs from it, sequences, tokens of each
+SHAPES = {  # config, overrides, sequences per batch, tokens per sequence
     "mini": ("presets/model/mini.json", {}, 32, 128),
     "small": ("presets/model/small.json", {}, 8, 512),
     "6x384": (
@@ -40,7 +40,7 @@ FINETUNE_BATCH = 16  # examples or windows
 RTE_STEPS, SQUAD_STEPS = 12, 6
 STOCK_LENGTH, OUR_LENGTH = 128, 512  # of GLUE
 SQUAD_LENGTH, SQUAD_STRIDE, QUERY = 384, 128, 64
-PRECISIONS = "stock in fp32, Trainer's default, ours in bf16 where the processor has it"
+PRECISIONS = "stock in fp32, Trainer's default, ours in bf16 if the processor has it"
 SCORED_ROWS, SCORED = 64, 256  # windows: of the longest length in a batch; in all
 
 
@@ -52,12 +52,12 @@ def seconds(task: dict[str, Any], function: Callable[[], Any]) -> float:
 
 
 def peak_gb() -> float:
-    """Most resident memory so far."""
+    """Peak resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def module_of(*names: str) -> ModuleType:
-    """The first module of these names that the checkout has: the packages are younger than some commits."""
+    """The first existing module of these names, as older checkouts have other packages."""
     for name in names:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"roberta_recipe.{name}")
@@ -65,13 +65,13 @@ def module_of(*names: str) -> ModuleType:
 
 
 def prepared(model, bf16: bool):
-    """A model with the attention and the dropout, in a process with the allocator, that a run of this checkout has."""
+    """The model with this checkout's attention and dropout; also configures its memory allocator."""
     try:
         from roberta_recipe import hardware
         from roberta_recipe.training.arguments import RecipeTrainingArguments
 
         attention = module_of("model.attention", "training.attention")
-    except ImportError:  # a commit before
+    except ImportError:  # an older commit
         return model
     hardware.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,13 +82,13 @@ def prepared(model, bf16: bool):
 
 
 def step(task: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second of forward, backward and optimizer step on one batch."""
+    """Tokens/s of forward, backward and optimizer step on one batch."""
     _, shape, precision = task["of"].split("-")
     config_name, changes, sequences, length = SHAPES[shape]
     import torch
     import transformers
 
-    importlib.import_module("transformers.trainer")  # 90 MB of datasets and pandas, which every run imports
+    importlib.import_module("transformers.trainer")  # 90 MB of datasets and pandas, which each run imports
     masked_lm = module_of("model.masked_lm", "training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     config.update(changes)
@@ -127,7 +127,7 @@ def step(task: dict[str, Any]) -> dict[str, float]:
 
 
 def run(task: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second of a whole run of the mini shape: raw text to checkpoint, imports included."""
+    """Tokens/s of a whole run of the mini shape, from raw text to checkpoint, with imports."""
     folder = Path(task["folder"])
     text, held_out, tokenizer, config = make_inputs(folder)
     out = folder / "run"
@@ -144,7 +144,7 @@ def run(task: dict[str, Any]) -> dict[str, float]:
 
 
 def demo(task: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second of the demonstration, whose tokenizer is made, raw text to predictions, imports included."""
+    """Tokens/s of the demonstration, from raw text to predictions, with imports and tokenizer training."""
     out = Path(task["folder"]) / "demo"
     shutil.rmtree(out, ignore_errors=True)
     wall_s = wall_of(task, ["train_mlm.py", "--output_dir", out, *our_flags(task)])
@@ -153,11 +153,11 @@ def demo(task: dict[str, Any]) -> dict[str, float]:
 
 
 def in_bf16(task: dict[str, Any]) -> bool:
-    """Whether a whole run or fine-tuning on a CPU is in bf16: not the stock way, as Trainer's default is fp32; this
-    recipe, and the commit before, where the processor has it, which is this recipe's default."""
+    """Whether a run or fine-tuning on this CPU is in bf16: by each side's default, fp32 for Trainer, and bf16 for this
+    recipe where the processor has it."""
     import torch
 
-    has = torch.cpu.get_capabilities()  # as `hardware.has_bf16`, which a commit before lacks
+    has = torch.cpu.get_capabilities()  # as `hardware.has_bf16`, which older commits lack
     return task["way"] != "stock" and bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
@@ -166,7 +166,7 @@ def our_flags(task: dict[str, Any]) -> list[str]:
 
 
 def wall_of(task: dict[str, Any], words: list[Any]) -> float:
-    """The seconds of a script in the task's checkout; with the clock "process", of all its threads and processes."""
+    """Wall-clock seconds of a script in the task's checkout; with the clock "process", its CPU seconds."""
 
     def once() -> None:
         done = subprocess.run([sys.executable, *map(str, words)], cwd=task["checkout"], capture_output=True, text=True)
@@ -179,14 +179,14 @@ def wall_of(task: dict[str, Any], words: list[Any]) -> float:
 
 
 def tokens_of(out: Path, way: str) -> int:
-    """Tokens of a finished run that are no padding."""
+    """Tokens of a finished run, without padding."""
     if way == "stock":
         return RUN_STEPS * 32 * 128
     return json.loads((out / "run_record.json").read_text())["tokens_seen"]
 
 
 def make_inputs(folder: Path) -> tuple[Path, ...]:
-    """Text, held-out text, tokenizer and config, made once from the docstrings of the installed Python."""
+    """Paths of text, held-out text, tokenizer and config; made from the docstrings of the installed packages."""
     names = "text.jsonl", "held_out.jsonl", "tokenizer", "config.json"
     text, held_out, tokenizer, config = (folder / name for name in names)
     if not text.is_file():
@@ -206,8 +206,8 @@ def make_inputs(folder: Path) -> tuple[Path, ...]:
 
 
 def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[list[int]]:
-    """The features of each step: at random the stock way; else batches of the sampler, evenly from its shortest to its
-    longest, so that their mean length is that of an epoch."""
+    """The features of each step: random for stock; else batches of the sampler, evenly spaced by length, so that the
+    mean length is that of an epoch."""
     if task["way"] == "stock":
         order = np.random.default_rng(0).permutation(len(lengths))
         return order[: steps * FINETUNE_BATCH].reshape(steps, -1).tolist()
@@ -218,7 +218,7 @@ def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[lis
 
 
 def padded_to(task: dict[str, Any]) -> int | None:
-    """What the checkout pads a batch to a multiple of; the stock way pads to a fixed length."""
+    """`pad_to_multiple_of` of the checkout's collators; None for stock, which pads to a fixed length."""
     return (
         None if task["way"] == "stock" else module_of("training.finetune_trainer", "finetuning").padded_to(OUR_LENGTH)
     )
@@ -227,7 +227,7 @@ def padded_to(task: dict[str, Any]) -> int | None:
 def fine_tune(
     task: dict[str, Any], model, loss_of: Callable[[Any, dict], Any], batches: list[dict]
 ) -> dict[str, float]:
-    """Examples a second of forward, backward and optimizer step on batches, after two of them."""
+    """Examples/s of forward, backward and optimizer step over the batches, after two warm-ups."""
     import torch
 
     half = in_bf16(task)
@@ -248,7 +248,7 @@ def fine_tune(
 
 
 def rte(task: dict[str, Any]) -> dict[str, float]:
-    """Examples a second of fine-tuning on RTE."""
+    """Examples/s of fine-tuning on RTE."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
@@ -270,7 +270,7 @@ def rte(task: dict[str, Any]) -> dict[str, float]:
 
 
 def squad(task: dict[str, Any]) -> dict[str, float]:
-    """Windows a second of fine-tuning on SQuAD 1.1."""
+    """Windows/s of fine-tuning on SQuAD 1.1."""
     import torch
 
     torch.manual_seed(0)
@@ -289,7 +289,7 @@ def squad(task: dict[str, Any]) -> dict[str, float]:
 
 
 def squad_evaluation(task: dict[str, Any]) -> dict[str, float]:
-    """Windows a second of scoring."""
+    """Windows/s of evaluation on SQuAD 1.1."""
     import torch
 
     script = importlib.import_module("finetune_squad")
@@ -316,8 +316,8 @@ def squad_evaluation(task: dict[str, Any]) -> dict[str, float]:
 
 
 def windows_of(task: dict[str, Any], script: ModuleType) -> tuple[list[dict], Callable, Any]:
-    """(the windows of SQuAD 1.1's questions, their collator, the model with a span head) as finetune_squad.py makes
-    them; the stock way, all windows are padded to the same length."""
+    """(windows of SQuAD 1.1, collator, model with a span head) as in finetune_squad.py; stock pads all windows to the
+    same length."""
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
 
     from roberta_recipe.tasks import squad
@@ -347,27 +347,27 @@ COMPARISONS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, float]], str]]
     "step-6x384-bf16": (step, "tokens; 6 layers of 384, dropout, 50,265 entries, 8 x 512 tokens, bf16"),
     "run": (
         run,
-        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, imports included; {PRECISIONS}",
+        f"tokens; {RUN_STEPS} steps of the mini shape, raw text to checkpoint, with imports; {PRECISIONS}",
     ),
-    "demo": (demo, "tokens; the demonstration, raw text to predictions, imports included"),
+    "demo": (demo, "tokens; the demonstration, raw text to predictions, with imports"),
     "rte": (
         rte,
-        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, {PRECISIONS}, the stock way cut and padded to "
+        f"examples; {RTE_STEPS} batches of {FINETUNE_BATCH} of RTE, {PRECISIONS}, stock truncated and padded to "
         f"{STOCK_LENGTH}",
     ),
     "squad": (
         squad,
-        f"windows; {SQUAD_STEPS} batches of {FINETUNE_BATCH} of SQuAD 1.1, {PRECISIONS}, the stock way padded to "
+        f"windows; {SQUAD_STEPS} batches of {FINETUNE_BATCH} of SQuAD 1.1, {PRECISIONS}, stock padded to "
         f"{SQUAD_LENGTH}",
     ),
     "squad-evaluation": (
         squad_evaluation,
-        f"windows; {SCORED} of SQuAD 1.1 scored, as many tokens at once as {SCORED_ROWS} windows of the longest, "
-        f"{PRECISIONS}, the stock way padded to {SQUAD_LENGTH}",
+        f"windows; evaluation on {SCORED} of SQuAD 1.1, batches of the tokens of {SCORED_ROWS} longest windows, "
+        f"{PRECISIONS}, stock padded to {SQUAD_LENGTH}",
     ),
 }
-WITHOUT_STOCK = ("demo",)  # compared with another commit alone
-NEEDS = {  # flags of `speed.py` without which a comparison cannot be run
+WITHOUT_STOCK = ("demo",)  # compared with another commit only
+NEEDS = {  # required flags of `speed.py`
     "rte": ("model_name_or_path", "data_dir"),
     "squad": ("model_name_or_path", "squad_file"),
     "squad-evaluation": ("model_name_or_path", "squad_file"),

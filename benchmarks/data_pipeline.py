@@ -1,9 +1,9 @@
-"""Speed of each stage between text and batch.
+"""Speed of each stage of the data pipeline: reading, sentence splitting, tokenizing, packing, masking.
 
     python benchmarks/data_pipeline.py [--corpus presets/corpus/docstrings.yaml] [--tokenizer_name tokenizer/docstrings]
 
-Each stage runs alone over the same documents: tokens a second, and the ratio to tokenizing; then masking beside the
-stock collator. All run in a single process, so that the ratios are measured on the machine in the same state.
+Tokens/s of each stage alone, over the same documents in one process, and the ratio to tokenizing; then masking by our
+collator and the stock one.
 """
 
 import argparse
@@ -34,14 +34,14 @@ def timed(function):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", default="presets/corpus/docstrings.yaml")
-    parser.add_argument("--tokenizer_name", help="default: 4,096 entries, trained here")
-    parser.add_argument("--mb", type=float, default=8, help="text to measure on")
+    parser.add_argument("--tokenizer_name", help="default: one of 4,096 entries, trained first")
+    parser.add_argument("--mb", type=float, default=8, help="megabytes of text")
     parser.add_argument("--max_seq_length", type=int, default=512)
     args = parser.parse_args()
 
     corpus = corpora.resolve(corpora.read_corpus(args.corpus))
     max_bytes = int(args.mb * 1e6)
-    check_sources(corpus)  # the docstrings are collected before the clock starts
+    check_sources(corpus)  # collects the docstrings, which is not timed
     reading_s, texts = timed(
         lambda: [text for _, text in sample_documents(corpus, "train", max_bytes=max_bytes, seed=0)]
     )

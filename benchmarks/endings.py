@@ -1,11 +1,11 @@
-"""Every ending can be continued: how a start ended, the line it printed, what it kept, and what the next start did.
+"""Restart after every kind of ending: exit code, last line, saved state, and the outcome of the next start.
 
     python -m benchmarks.endings       # a table in Markdown; about fifteen minutes on two cores; Linux
     python -m benchmarks.endings --of packing tokenizer
 
-Small runs of pretraining, fine-tuning, packing and tokenizer training, started as a user starts them (what trains: by
-`tools/launch.py`, and once by `accelerate launch`), are ended in each way, and the same command is started
-again. Its output is compared, bit for bit, with that of a run that was left alone.
+Small runs of pretraining, fine-tuning, packing and tokenizer training are ended by Ctrl-C, SIGTERM, SIGKILL, a full
+disk or a time limit, and started again with the same command. The output is compared, bit for bit, with that of an
+uninterrupted run. Training runs under `tools/launch.py`, and once under `accelerate launch`.
 """
 
 import argparse
@@ -42,8 +42,8 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Ending:
-    """`act(start)` is called once the start works; `flags` and `file_bytes` (a limit of any file's
-    size, which programs see as a full disk) are those of the first start alone."""
+    """A way to end the first start: `act(start)`, once its work has begun, further `flags`, or `file_bytes`, a limit of
+    file sizes that acts like a full disk."""
 
     name: str
     act: Callable[["Start"], None] | None = None
@@ -53,7 +53,7 @@ class Ending:
 
 
 class Start:
-    """One start of a scenario in `folder`, as the leader of a session of its own."""
+    """A start of a scenario in `folder`, as a session leader."""
 
     def __init__(self, scenario: Scenario, folder: Path, ending: Ending):
         program = [str(ROOT / scenario.program)]
@@ -83,7 +83,7 @@ class Start:
         return []
 
     def interrupt(self) -> None:
-        """As a terminal does: to all processes of the session."""
+        """Ctrl-C: SIGINT to all processes of the session, as from a terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill(self) -> None:
@@ -91,25 +91,25 @@ class Start:
             process.kill()
 
     def end(self, children: list[psutil.Process]) -> int:
-        """Wait for the first process, whose exit code is returned, and for `children` that may outlive it."""
+        """Wait for the first process and for `children`, which may outlive it; returns the exit code."""
         code = self.process.wait(LIMIT_S)
         psutil.wait_procs(children, timeout=60)
         return code
 
     def reads(self, name: str) -> bool:
-        """Whether it has a file open whose path holds `name`."""
+        """Whether the process has an open file with `name` in its path."""
         with contextlib.suppress(psutil.Error):
             return any(name in file.path for file in psutil.Process(self.process.pid).open_files())
         return False
 
 
 def started(scenario: Scenario, folder: Path, ending: Ending, works: Callable[[Start], bool]) -> tuple[int, str]:
-    """Start, end, and return the exit code and the output."""
+    """Start a scenario and end it as in `ending`; returns exit code and output."""
     start, deadline_s = Start(scenario, folder, ending), time.monotonic() + LIMIT_S
     while ending.act and start.process.poll() is None and not works(start):
         if time.monotonic() > deadline_s:
             start.kill()
-            raise SystemExit(f"error: {scenario.name} does not come so far:\n{start.text[-2000:]}")
+            raise SystemExit(f"error: {scenario.name} did not start to work:\n{start.text[-2000:]}")
         time.sleep(0.01)
     children = start.children()
     if ending.act:
@@ -118,14 +118,14 @@ def started(scenario: Scenario, folder: Path, ending: Ending, works: Callable[[S
 
 
 def last_line(text: str, folder: Path) -> str:
-    """How it says that it has ended, without what is Python's or a launcher's."""
+    """The last line of output from the script itself, with relative paths."""
     lines = [line for line in re.split(r"[\r\n]+", text) if re.match(r"error: |stopped by |ended ", line)]
     shown = lines[-1].replace(str(folder) + "/", "").replace(str(ROOT) + "/", "") if lines else "(nothing)"
     return re.sub(r"Continue with: .*", "Continue with: ...", shown)  # the whole command
 
 
 def kept(folder: Path, scenario: Scenario) -> str:
-    """What lies in the output after the first start."""
+    """Description of the state that the first start saved."""
     out = folder / OUTPUTS[scenario.program]
     if scenario.program == "train_mlm.py":
         found = [path.name for path in checkpoint.newest_first(out)]
@@ -139,7 +139,7 @@ def kept(folder: Path, scenario: Scenario) -> str:
 
 
 def next_start(code: int, text: str, found: list[str]) -> str:
-    """What the start after it did."""
+    """Description of the outcome of the next start."""
     resumed = re.search(r"Resuming +from \S*(checkpoint-\d+)", text)
     what = f"resumed from {resumed[1]}" if resumed else "ran"
     same = "the same output, bit for bit" if not found else f"ANOTHER OUTPUT ({', '.join(found)})"
@@ -147,7 +147,7 @@ def next_start(code: int, text: str, found: list[str]) -> str:
 
 
 def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]:
-    """(what, its scenario, whether it works yet, its endings)."""
+    """(name, scenario, whether its work has begun, endings)."""
     interrupt, terminate = Ending("Ctrl-C", Start.interrupt), Ending("SIGTERM", lambda start: start.process.terminate())
     kill = Ending("kill -9 of all", Start.kill)
     pretraining, tuning = SCENARIOS["2 workers"], SCENARIOS["GLUE, 2 seeds"]
@@ -187,7 +187,7 @@ def _of_large(scenario: Scenario) -> Scenario:
 
 
 def write_inputs(folder: Path) -> None:
-    """The census's inputs, and text that takes seconds to read."""
+    """Write the census's inputs, and text that takes seconds to read."""
     make_inputs(folder)
     (folder / "inputs" / "large").mkdir()
     for number in range(4):
@@ -197,16 +197,14 @@ def write_inputs(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--of", nargs="+", default=[], help="of: " + ", ".join(what for what, *_ in cases()))
+    parser.add_argument("--of", nargs="+", default=[], help="some of: " + ", ".join(what for what, *_ in cases()))
     args = parser.parse_args()
-    print(
-        "| what | how it ended | exit code | its last line | kept | the same command again |\n|---|---|---|---|---|---|"
-    )
+    print("| command | ending | exit code | last line | saved | next start |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as shared:
         write_inputs(Path(shared))
         for what, scenario, works, endings in (case for case in cases() if not args.of or case[0] in args.of):
             results = []
-            for number, ending in enumerate([Ending("left alone"), *endings]):
+            for number, ending in enumerate([Ending("uninterrupted"), *endings]):
                 folder = Path(shared, f"{what}{number}")
                 folder.mkdir()
                 (folder / "inputs").symlink_to(Path(shared, "inputs"))
@@ -216,7 +214,7 @@ def main() -> None:
                     row = [what, ending.name, str(code), last_line(text, folder), kept(folder, scenario)]
                     code, text = started(scenario, folder, Ending("again", launcher=ending.launcher), works)
                 if code and not number:
-                    raise SystemExit(f"error: {what} fails without an ending:\n{text[-2000:]}")
+                    raise SystemExit(f"error: {what} fails without interruption:\n{text[-2000:]}")
                 results.append(scenario.result(folder) if not code else {})
                 if number:
                     found = differences(results[0], results[-1])

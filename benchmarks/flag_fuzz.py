@@ -1,10 +1,11 @@
-"""Odd values for every flag of every command, and damage to every kind of input file: a run, or one line; no traceback.
+"""Fuzzer of all commands: odd values for every flag, damaged input files. Each start must finish, or end with one error
+line and no traceback.
 
     python benchmarks/flag_fuzz.py [--draws 4] [--seed 0] [--commands train_mlm pack] [--flags seed] [--damages 40]
 
-Commands and flags are read from the parsers themselves. A tiny run is started in a forked process with one odd value on
-its command line (`VALUES`, and every choice of an enumeration), or with one file of its inputs damaged. It must run to
-its end, or end in one line (`errors.exit_on_error`). The exit code is 1 where something else came of a start.
+Flags come from the parsers of the commands. A tiny run starts in a forked process with one odd value on its command
+line (`VALUES`, and all choices of an enumeration), or with one damaged input file. The exit code is 1 if a start had
+any other outcome.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from official_files import write_paradigm, write_race, write_squad
 
 from roberta_recipe.settings import RecipeParser
 
-LIMIT_S = 300  # of a start, beside other work
-MEMORY = 6 << 30  # bytes that a start may take beyond what the commands have loaded
+LIMIT_S = 300  # timeout of a start
+MEMORY = 6 << 30  # limit of a start, on top of the imported modules
 FILES = ["nofile.json", "/proc/nowhere", "text", "config.json", "preset.yaml", "text/train.parquet", "é.txt", "\udce9"]
 TEXTS = ["", " ", "é", "no", "much", "a\nb", "{}", "[]", '{"a": 1}', "[1, null]", "null", "1,2", "a=b", "a=b=c", "../x"]
 NUMBERS = ["-1", "0", "1", "3", "0.5", "1.5", "-0.5", "1e-300", "1e300", "nan", "inf", "-inf", "4294967296", "9" * 25]
@@ -46,15 +47,15 @@ VALUES = [*FILES, *TEXTS, *NUMBERS, "true", "false"]
 
 
 class Command(NamedTuple):
-    """A command, and the flags of a run of it that takes a second."""
+    """A command, with the flags of a run of a second."""
 
     main: Callable[[list[str]], Any]
     argv: list[str]
-    inputs: tuple[str, ...]  # what it reads, below the folder of inputs
+    inputs: tuple[str, ...]  # input files and folders, relative
 
 
 def loaded(folder: str, name: str) -> Any:
-    """A script that is in no package, as a module."""
+    """Import a script that is in no package."""
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / folder / f"{name}.py")
     module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
     if not hasattr(module, "main"):
@@ -63,7 +64,7 @@ def loaded(folder: str, name: str) -> Any:
 
 
 def commands() -> dict[str, Command]:
-    """Every script and tool, by name. Paths are relative: a start has a copy of the inputs as its folder."""
+    """All scripts and tools, by name. Paths are relative: each start runs in a copy of the inputs."""
     tools = {path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "def main(" in path.read_text()}
     tools.remove("launch")  # accelerate's own parser
     mlm = f"--config preset.yaml --use_cpu --disable_tqdm true --output_dir out --max_steps {flags.STEPS // 3}"
@@ -105,14 +106,14 @@ def commands() -> dict[str, Command]:
         "report": ("--add run --results results --readme README.md", "run/run_record.json", "results"),
     }
     missing = {*tools, *(path.stem for path in ROOT.glob("*.py"))} - {name.split()[0] for name in lines}
-    assert not missing, f"a program without a command line here: {missing}"
+    assert not missing, f"commands without a command line here: {missing}"
     return {
         name: Command(main_of(name.split()[0]), argv.split(), tuple(inputs)) for name, (argv, *inputs) in lines.items()
     }
 
 
 def main_of(name: str) -> Callable[[list[str]], Any]:
-    """The entry of a script or a tool."""
+    """The `main` of a script or a tool."""
     if (ROOT / "tools" / f"{name}.py").is_file():
         module = importlib.import_module(f"tools.{name}")
     elif name == "experiments":
@@ -125,7 +126,7 @@ def main_of(name: str) -> Callable[[list[str]], Any]:
 
 
 def prepare(folder: Path) -> None:
-    """The inputs of the commands that train: what `flags.prepare` makes, and each kind of file."""
+    """Write the inputs of training commands: those of `flags.prepare`, and a file of each format."""
     flags.prepare(folder)
     documents, names = make_documents(60, seed=3), ("train", "valid")
     (folder / "text").mkdir()
@@ -161,7 +162,7 @@ def as_yaml(path: Path, values: dict[str, Any]) -> None:
 
 
 def prepare_finished(folder: Path) -> None:
-    """What the other tools read: a finished run, a finished task of GLUE, a model of fairseq, answers, a ledger."""
+    """Write the inputs of other tools: a finished run, a GLUE task, a fairseq model, SQuAD predictions, a ledger."""
     lines = commands()
     (folder / "results").mkdir()
     (folder / "README.md").write_text("\n".join(loaded("results", "report").MARKS), encoding="utf-8")
@@ -177,7 +178,7 @@ def prepare_finished(folder: Path) -> None:
 
 
 def started(main: Callable[[list[str]], Any], argv: list[str], folder: Path) -> tuple[int | None, str]:
-    """(exit code, or None where it did not end; output) of a command that is started in `folder`."""
+    """Run a command in `folder`: (exit code, None after a timeout; output)."""
     with tempfile.NamedTemporaryFile() as log:
         start = Forked(lambda: alone(main, argv, folder), log.name)
         try:
@@ -185,12 +186,12 @@ def started(main: Callable[[list[str]], Any], argv: list[str], folder: Path) -> 
         except AssertionError:
             code = None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(start.pid, signal.SIGKILL)  # and what it left behind
+            os.killpg(start.pid, signal.SIGKILL)  # and its orphans
         return code, Path(log.name).read_text(encoding="utf-8", errors="replace")
 
 
 def alone(main: Callable[[list[str]], Any], argv: list[str], folder: Path) -> None:
-    """Run a command in `folder`, in a process group of its own, in little memory."""
+    """Run a command in `folder`, in its own process group, with a memory limit."""
     os.setpgid(0, 0)
     os.chdir(folder)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -200,7 +201,7 @@ def alone(main: Callable[[list[str]], Any], argv: list[str], folder: Path) -> No
 
 
 def verdict(code: int | None, log: str) -> tuple[str, str]:
-    """What came of a start: "run", "refused", or another word; and the line to show."""
+    """(outcome: "run", "refused" or a kind of failure; the relevant line of output)."""
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
     if code is None:
         return "hang", last
@@ -212,11 +213,11 @@ def verdict(code: int | None, log: str) -> tuple[str, str]:
 
 
 class _Parser(Exception):
-    """Carries the parser of a command out of it."""
+    """Exception that carries the parser of a command."""
 
 
 def actions(command: Command) -> list[argparse.Action]:
-    """The flags of a command, as its parser has them."""
+    """The flags of a command, from its parser."""
 
     def stop(self, *_):
         raise _Parser(self)
@@ -237,7 +238,7 @@ def actions(command: Command) -> list[argparse.Action]:
 
 
 def odd_words(action: argparse.Action, rng: random.Random, draws: int) -> list[list[str]]:
-    """Command lines that give a flag an odd value: `draws` of `VALUES`, and every choice that it names."""
+    """Command-line words with odd values of a flag: `draws` of `VALUES`, and all its choices."""
     name = action.option_strings[0]
     if action.nargs == 0:
         return [[name]]
@@ -249,8 +250,8 @@ def odd_words(action: argparse.Action, rng: random.Random, draws: int) -> list[l
 
 
 def of_flags(lines: dict[str, Command], names: list[str], rng: random.Random, draws: int) -> Iterator[tuple]:
-    """(command's name, what is odd, command line, damage to its folder) of starts with an odd flag. A flag that several
-    commands inherit is tried in the first of them and, of the fine-tuning scripts, in the first."""
+    """(name of the command, description, command line, None) of starts with an odd flag. A flag that several commands
+    share is tried once."""
     seen: set[tuple] = set()
     for name, command in lines.items():
         for action in actions(command):
@@ -263,14 +264,14 @@ def of_flags(lines: dict[str, Command], names: list[str], rng: random.Random, dr
 
 
 def of_files(lines: dict[str, Command], rng: random.Random, damages: int) -> Iterator[tuple]:
-    """The same, of starts with a damaged file."""
+    """(name of the command, description, command line, seed of the damage) of starts with a damaged file."""
     for name, command in lines.items():
         for _ in range(damages):
             yield name, "damage", command.argv, random.Random(rng.random())
 
 
 def damage(folder: Path, inputs: tuple[str, ...], rng: random.Random) -> str:
-    """Damage one of a command's input files; returns what was done."""
+    """Damage one of a command's input files; returns a description."""
     files = [p for name in inputs for p in sorted([folder / name, *(folder / name).rglob("*")]) if p.is_file()]
     path = rng.choice(files)
     content = path.read_bytes()
@@ -293,7 +294,7 @@ def damage(folder: Path, inputs: tuple[str, ...], rng: random.Random) -> str:
 
 
 def other_shape(path: Path, rng: random.Random) -> tuple[str, str] | None:
-    """(what was done, the text) of a JSON, JSON lines or YAML file with another value somewhere; None for others."""
+    """(description, text) of a JSON, JSON lines or YAML file with one value replaced; None for other files."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         if path.suffix == ".yaml":
@@ -311,7 +312,7 @@ def other_shape(path: Path, rng: random.Random) -> tuple[str, str] | None:
 
 
 def other_value(tree: Any, rng: random.Random) -> tuple[str, Any]:
-    """(what was done, `tree` with the value of one of its nodes, near its root as often as far from it, replaced)."""
+    """(description, `tree` with one node, at any depth, replaced)."""
     others = [None, True, 0, -1, 1.5, 1e300, 10**30, "", "é", "x" * 300, [], [1], {}, {"a": 1}, [[]], "\ud800"]
     where, node, parent = [], tree, None
     while isinstance(node, dict | list) and node and rng.random() < 0.8:
@@ -329,7 +330,7 @@ def other_value(tree: Any, rng: random.Random) -> tuple[str, Any]:
 
 
 def tried(case: tuple, lines: dict[str, Command], shared: Path) -> tuple[str, str, str]:
-    """(outcome, what was odd, the line to show) of one start, in a copy of the inputs."""
+    """(outcome, description, relevant line of output) of one start, in a copy of the inputs."""
     name, odd, argv, rng = case
     with tempfile.TemporaryDirectory(dir=shared.parent) as parent:
         folder = Path(parent, "start")
@@ -342,10 +343,10 @@ def tried(case: tuple, lines: dict[str, Command], shared: Path) -> tuple[str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=4, help="odd values a flag; 0: none")
-    parser.add_argument("--damages", type=int, default=40, help="damaged files a command; 0: none")
-    parser.add_argument("--commands", nargs="+", help="these only")
-    parser.add_argument("--flags", nargs="+", default=[], help="these only")
+    parser.add_argument("--draws", type=int, default=4, help="odd values per flag; 0: none")
+    parser.add_argument("--damages", type=int, default=40, help="damaged files per command; 0: none")
+    parser.add_argument("--commands", nargs="+", help="only these commands")
+    parser.add_argument("--flags", nargs="+", default=[], help="only these flags")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, seen = random.Random(args.seed), Counter()

@@ -1,11 +1,11 @@
-"""Every flag of the scripts, changed in the middle of a run: the weights at the end, bit for bit, or why not.
+"""Check of the resume scope of every flag: changed at a restart, it leaves the final weights the same, bit for bit.
 
     python benchmarks/flags.py [--script train_mlm] [--flags eval_steps seeds]    # about a second a flag
 
-A tiny model with dropout trains for half of its steps, is ended, and is resumed under each flag that may differ at each
-start ("free" in its declaration, `roberta_recipe/settings.py`), with another value. The weights after the last step
-must be those of the run that was not ended. Flags that change the rounding ("layout") run too, and must say so. The
-exit code is 1 where a flag is not what it is declared to be.
+A tiny model with dropout trains for half of its steps, stops, and is resumed once per flag of scope "free" (see
+`roberta_recipe/settings.py`) with another value. The final weights must equal those of an uninterrupted run. With flags
+of scope "layout", which change rounding, they may differ if the log says so. The exit code is 1 if a flag has the wrong
+scope.
 """
 
 import argparse
@@ -43,15 +43,15 @@ from roberta_recipe.settings import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
-CLASSES = {  # of the arguments, by script
+CLASSES = {  # script -> argument dataclasses
     "train_mlm": (train_mlm.MlmArguments, MlmTrainingArguments),
     "finetune_glue": (finetune_glue.GlueArguments, FinetuneTrainingArguments),
     "finetune_squad": (finetune_squad.SquadArguments, FinetuneTrainingArguments),
     "finetune_race": (finetune_race.RaceArguments, FinetuneTrainingArguments),
     "finetune_ner": (finetune_ner.NerArguments, FinetuneTrainingArguments),
 }
-STEPS = 6  # of a run here; it is ended after half of them
-# another value of a flag, where its type does not say which value means something; and what has to go with it
+STEPS = 6  # per run; the first start stops after half of them
+# values of flags whose type does not determine a valid one, with further flags that they need
 VALUES: dict[str, list[str]] = {
     "accelerator_config": ['{"even_batches": true, "split_batches": true}'],
     "activation_checkpointing_kwargs": ['{"use_reentrant": false}', "--activation_checkpointing", "true"],
@@ -86,7 +86,7 @@ VALUES: dict[str, list[str]] = {
 
 
 def changed(cls: type, name: str, default: Any) -> list[str]:
-    """The words of a command line that give a flag of `cls` another value than `default`."""
+    """Command-line words that set a flag of `cls` to a value other than `default`."""
     if name in VALUES:
         return [f"--{name}", *VALUES[name]]
     return [f"--{name}", _other(typing.get_type_hints(cls)[name], default)]
@@ -115,7 +115,7 @@ def _other(hint: Any, default: Any) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Texts, a tokenizer, and a tiny model with dropout, below `folder`."""
+    """Write texts, a tokenizer and a tiny model with dropout to `folder`."""
     documents = make_documents(200, seed=1)
     for name, texts in (("train", documents[:150]), ("valid", documents[150:])):
         write_parquet(folder / f"{name}.parquet", texts)
@@ -144,7 +144,7 @@ def prepare(folder: Path) -> None:
 
 
 def command_line(script: str, folder: Path, output_dir: Path) -> list[str]:
-    """The flags of the run that is repeated here."""
+    """The flags of the run."""
     shared = {
         **{"output_dir": output_dir, "max_seq_length": 64, "global_batch_size": 8, "per_device_train_batch_size": 8},
         **{"per_device_eval_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1},
@@ -161,8 +161,8 @@ def command_line(script: str, folder: Path, output_dir: Path) -> list[str]:
 
 
 def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -> dict[str, Any]:
-    """What a run in this process comes to: a digest of its weights after the last step and its log lines, or the error
-    that it ended in. It is ended behind the checkpoint of step `end_after`."""
+    """Run a script in this process; returns a hash of the final weights and the log lines, or the error. It stops after
+    the checkpoint of step `end_after`."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"weights": [], "lines": []}
     train, save = Trainer.train, DurableTrainer._save_checkpoint
@@ -203,7 +203,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def forked(function, *args) -> Any:
-    """`function(*args)` in a child of this process, which has everything loaded, so that nothing is left behind."""
+    """The result of `function(*args)` in a forked process, so that it has no effect on this one."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run():
@@ -211,7 +211,7 @@ def forked(function, *args) -> Any:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
             sender.send(function(*args))
-            os._exit(0)  # at once: what the parent registered for its own end is not the child's
+            os._exit(0)  # without the parent's exit handlers
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
@@ -222,7 +222,7 @@ def forked(function, *args) -> Any:
 
 
 def verdict(scope: str, found: dict[str, Any], wanted: str) -> tuple[bool, str]:
-    """Whether a flag is what it is declared to be, and in words."""
+    """(whether the scope of a flag is right, description of the outcome)."""
     if "refused" in found:
         return True, f"refused: {found['refused'][:150]}"
     if "broken" in found or not found["weights"]:
@@ -230,22 +230,22 @@ def verdict(scope: str, found: dict[str, Any], wanted: str) -> tuple[bool, str]:
     same = found["weights"][0] == wanted
     said = any("another layout" in line for line in found["lines"])
     if scope == "layout":
-        return said or same, f"{'the same' if same else 'other'} weights, {'said' if said else 'NOT SAID'}"
-    return same, "the same weights" if same else "OTHER WEIGHTS"
+        return said or same, f"{'same' if same else 'other'} weights, {'logged' if said else 'NOT LOGGED'}"
+    return same, "same weights" if same else "OTHER WEIGHTS"
 
 
 def half_run(script: str, folder: Path) -> str:
-    """Train whole and to its half (`folder/script/half`); returns the digest of the weights of the whole run."""
+    """Train an uninterrupted run and a stopped one (`folder/script/half`); returns the first one's hash of weights."""
     module, own = sys.modules[script], folder / script
     whole = forked(outcome, module, command_line(script, folder, own / "whole"))
     if not whole["weights"]:
-        raise SystemExit(f"the run to compare with failed: {whole}")
+        raise SystemExit(f"the uninterrupted run failed: {whole}")
     forked(outcome, module, command_line(script, folder, own / "half"), STEPS // 2)
     return whole["weights"][0]
 
 
 def resumed(script: str, folder: Path, words: list[str], name: str) -> dict[str, Any]:
-    """The outcome of the run that was ended at its half, resumed with further `words` on its command line."""
+    """The outcome of the stopped run, resumed with the further command-line `words`."""
     target = folder / script / name
     shutil.copytree(folder / script / "half", target)
     try:
@@ -257,7 +257,7 @@ def resumed(script: str, folder: Path, words: list[str], name: str) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--script", choices=list(CLASSES), nargs="+", default=["train_mlm", "finetune_glue"])
-    parser.add_argument("--flags", nargs="+", help="these only")
+    parser.add_argument("--flags", nargs="+", help="only these flags")
     args = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
@@ -273,14 +273,14 @@ def main() -> None:
                 for flag, facts in flags_of(cls).items():
                     if facts.scope not in ("free", "layout") or (args.flags and flag not in args.flags):
                         continue
-                    if flag in ("output_dir", "deepspeed", "sweep"):  # all runs have their own; a launcher; other runs
+                    if flag in ("output_dir", "deepspeed", "sweep"):  # differs anyway; a launcher's; other runs
                         continue
                     words = [str(folder / "cache")] if flag == "token_cache" else None
                     words = [f"--{flag}", *words] if words else changed(cls, flag, defaults[flag])
                     right, said = verdict(facts.scope, resumed(script, folder, words, flag), wanted)
                     wrong += not right
                     print(f"  {facts.scope:<7} {' '.join(words):<60} {said}", flush=True)
-    print(f"{wrong} flags are not what they are declared to be")
+    print(f"{wrong} flags have the wrong scope")
     raise SystemExit(wrong > 0)
 
 

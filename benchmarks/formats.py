@@ -1,12 +1,11 @@
-"""What each input format makes of a text, and how fast each masking is beside the plain one.
+"""Block statistics of each input format, and the speed of each masking unit.
 
     python benchmarks/formats.py --text_file 'text/*.parquet' --tokenizer_name tokenizer/roberta [--max_seq_length 512]
 
-Of each format: tokens a block, the share of positions that are padded where 32 blocks a step come in micro-batches of
-16 of like length, blocks in which documents meet, sequences a block, labelled pairs, the share of label 0, and tokens
-read from text in a second of processor time. Of each masking: blocks/s of the collator in processor time, micro-batches
-of 16, each at the fastest of `--repeats` times in which the maskings take turns; and the share of the tokens that it
-predicts.
+Per format: tokens per block, share of padding (steps of 32 blocks in micro-batches of 16, sorted by length), blocks
+that span documents, sequences per block, labelled pairs, share of label 0, and tokens read from text per second of CPU
+time. Per masking unit: the share of predicted tokens, and the collator's speed in micro-batches of 16, in blocks per
+second of CPU time, the fastest of `--repeats` alternating measurements.
 """
 
 import argparse
@@ -42,14 +41,14 @@ MASKINGS = {
 
 
 class Stock(DataCollatorForLanguageModeling):
-    """Of lists of ids, which are made of arrays as `datasets` would, and counted."""
+    """The stock collator, including the conversion of arrays to lists that `datasets` does."""
 
     def torch_call(self, examples):
         return super().torch_call([{"input_ids": block["input_ids"].tolist()} for block in examples])
 
 
 def blocks_of(args: argparse.Namespace, tokenizer, name: str, length: int) -> tuple[list[Block], float]:
-    """The blocks of the text, and the seconds of a process that it took to read them, by the batch as in training."""
+    """(blocks of the text, CPU seconds to read them in batches, as in training)."""
     corpus = corpora.resolve(corpora.corpus_of_files(args.text_file, None, "text"))
     reader = TextReader(corpus, tokenizer, packer=name, max_seq_length=length, seed=0)
     begun_s = time.process_time()
@@ -87,7 +86,7 @@ def described(name: str, blocks: list[Block], seconds: float, eos_id: int) -> tu
 def timed(
     collators: dict[str, DataCollatorForLanguageModeling], blocks: list[Block], repeats: int
 ) -> dict[str, tuple[float, float]]:
-    """name -> (blocks/s, share of the text's tokens that is predicted)."""
+    """name -> (blocks per second of CPU time, share of predicted tokens)."""
     elapsed_s, predicted = Counter(), Counter()
     for start in range(0, len(blocks), MICRO_BATCH):
         micro_batch, fastest_s = blocks[start : start + MICRO_BATCH], {}
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("--text_file", nargs="+", required=True)
     parser.add_argument("--tokenizer_name", required=True)
     parser.add_argument("--max_seq_length", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--blocks", type=int, default=2000, help="of each format, at most")
+    parser.add_argument("--blocks", type=int, default=2000, help="maximum per format")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     tokenizer = tokenization.load_tokenizer(args.tokenizer_name)

@@ -1,4 +1,4 @@
-"""Logistic regression on frozen encoder states, beside random weights and counts of words (GLUE, single sentences).
+"""Probe: logistic regression on frozen encoder states, random weights, or word counts (GLUE, single sentences).
 
     python benchmarks/frozen_probe.py --model_name_or_path runs/roberta_h100 --data_dir glue --task_name sst2
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--data_dir", required=True, help="folder of GLUE's official files")
     parser.add_argument("--task_name", choices=["sst2", "cola"], default="sst2")
-    parser.add_argument("--examples", type=int, nargs="+", default=[500, 1000, 2000], help="of a training sample")
+    parser.add_argument("--examples", type=int, nargs="+", default=[500, 1000, 2000], help="size of a training sample")
     parser.add_argument("--samples", type=int, default=5)
     args = parser.parse_args()
     task, tokenizer = TASKS[args.task_name], AutoTokenizer.from_pretrained(args.model_name_or_path)
@@ -68,7 +68,7 @@ def main() -> None:
 
 @torch.no_grad()
 def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
-    """(texts, hidden size): means of the last layer's states over each text's tokens."""
+    """(texts, hidden size): last hidden states, averaged over each text's tokens."""
     model.eval()
     means = []
     for start in range(0, len(texts), 64):
@@ -79,7 +79,7 @@ def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text
 
 
 def score(features: Sequence, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
-    """Score x 100 on the test rows of a logistic regression on standardized features."""
+    """Test score x 100 of a logistic regression on standardized features."""
     regression = LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, scoring=make_scorer(metric))
     classifier = make_pipeline(scaler, regression).fit(features[0], labels)
     return 100 * float(metric(test_labels, classifier.predict(features[1])))

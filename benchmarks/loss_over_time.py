@@ -1,13 +1,13 @@
-"""Validation loss over minutes, beside the stock path: the demonstration and `stock_mlm.py`, one after the other on one
-core, with the same text, tokenizer, model shape, batches, learning rate and steps.
+"""Validation loss over time of the demonstration and of the stock path (`stock_mlm.py`), on one core, with the same
+text, tokenizer, model shape, batches, learning rate and steps.
 
     python benchmarks/loss_over_time.py --output results/loss_over_time.json
     python benchmarks/loss_over_time.py --until 2.7 --config my.yaml --seeds 1 2 3 4 5   # a row of results/speedrun.md
 
-Each way has its own format (whole sentences, chunks), masks, precision and initialization, and is scored on its own
-blocks of the same held-out documents, 15% of the tokens masked. Minutes are process time (user and system), with start
-and sixteen evaluations, without the tokenizer's training. Beside the JSON file it writes a plot. `--until` runs the
-recipe alone, once a seed, and prints the minutes after which the validation loss is at most that.
+Each side has its own format (whole sentences, chunks), masks, precision and initialization, and is evaluated on its own
+blocks of the same held-out documents, with 15% of the tokens masked. Minutes are CPU time (user and system), with
+start-up and sixteen evaluations, without tokenizer training. Writes a JSON file and a plot. `--until` runs the recipe
+only, once per seed, and prints the minutes to that validation loss.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="loss_over_time.json")
     parser.add_argument("--until", type=float, help="validation loss in nats; the stock path is not run")
-    parser.add_argument("--config", default=PRESET, help="with --until: another preset on the same text")
+    parser.add_argument("--config", default=PRESET, help="with --until: a preset with the same text")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="with --until")
     args = parser.parse_args()
     output, curves = Path(args.output), {}
@@ -45,7 +45,7 @@ def main() -> None:
         recipe, stock = commands(Path(folder), args.config)
         if args.until is None:
             curves["this recipe"] = curve(recipe)
-            curves["stock run_mlm.py path"] = curve(stock)[:EVALUATIONS]  # it evaluates its last step twice more
+            curves["stock run_mlm.py path"] = curve(stock)[:EVALUATIONS]  # the last step is evaluated three times
         else:
             for seed in args.seeds:
                 # replaces the folder of `recipe`: the last of a repeated flag counts
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def commands(folder: Path, config: str) -> tuple[list[str], list[str]]:
-    """This recipe's command and the stock path's; trains the tokenizer, and writes the docstrings as JSON lines for the
-    stock path."""
+    """The commands of this recipe and of the stock path; trains the tokenizer, and writes the text as JSON lines for
+    the stock path."""
     values, files = load_yaml(config), {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
     corpus, tokenizer = resolve(read_corpus(values["corpus"])), str(folder / "tokenizer")
     for split, path in files.items():
@@ -88,7 +88,7 @@ def commands(folder: Path, config: str) -> tuple[list[str], list[str]]:
 
 
 def curve(command: list[str]) -> list[list[float]]:
-    """[minutes, validation loss] of each evaluation of a command on one core."""
+    """Run a command on one core; returns [minutes, validation loss] of each evaluation."""
     points = []
     with subprocess.Popen(
         [sys.executable, *command],

@@ -1,14 +1,13 @@
-"""The estimate of memory beside a measured run: peak memory of a process at several micro-batches.
+"""Accuracy of the memory estimate: estimated and measured peak memory at several micro-batches.
 
     python benchmarks/memory.py [--launch_file one_gpu] [--micro_batch 4 8 16] --config presets/mlm/roberta_base.yaml \\
         --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings
 
-`tools/estimate.py` gives the formula's figure, and `train_mlm.py` trains three steps of two micro-batches; both get the
-flags that this script does not know. On a GPU the measured figure is the allocator's peak, and the ratio
-says how good the formula is. On a CPU it is resident memory, which includes Python and its libraries, so only what a
-larger micro-batch adds can be compared, and only with a --config_name without dropout: the CPU's fused attention has no
-dropout, so a model with dropout keeps the attention matrix and fp32 masks. MALLOC_MMAP_THRESHOLD_=131072 in the
-environment keeps glibc from holding on to freed memory.
+`tools/estimate.py` gives the estimate, and `train_mlm.py` trains three steps of two micro-batches; unknown flags are
+passed to both. On a GPU, the measured figure is the allocator's peak, and the ratio is the accuracy of the estimate. On
+a CPU it is resident memory, with Python and its libraries, so only the increase with the micro-batch compares, and only
+for a --config_name without dropout: the CPU's fused attention has no dropout, so that a model with dropout keeps the
+attention matrix and fp32 masks. Set MALLOC_MMAP_THRESHOLD_=131072, so that glibc returns freed memory.
 """
 
 import argparse
@@ -45,11 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launch_file", default="one_gpu", help="a file of ds_configs/accelerate, without .yaml")
     parser.add_argument("--num_processes", type=int, default=1)
-    parser.add_argument("--hardware", default="H100", help="a GPU's name for the estimate; it changes no byte")
+    parser.add_argument("--hardware", default="H100", help="a GPU's name for the estimate; does not matter")
     parser.add_argument("--micro_batch", type=int, nargs="+", default=[4, 8, 16])
     args, flags = parser.parse_known_args()
 
-    print(f"{'micro-batch':>11}{'formula GiB':>13}{'measured GiB':>14}{'ratio':>8}{'ratio of what it adds':>24}")
+    print(f"{'micro-batch':>11}{'formula GiB':>13}{'measured GiB':>14}{'ratio':>8}{'ratio of increase':>24}")
     before = None
     for micro_batch in args.micro_batch:
         batch = 2 * micro_batch * args.num_processes

@@ -1,12 +1,12 @@
-"""How well blocks are mixed, the rate of reading a token cache, and the time to resume in the middle of a pass.
+"""Shuffling quality of the block order, token-cache read rate, and time to resume within a pass.
 
     python benchmarks/order.py --corpus presets/corpus/docstrings.yaml --tokenizer_name tokenizer/docstrings \\
         --token_cache DIR [--batch 256]
 
-Mixing, by shuffle window: of all pairs of blocks that are neighbours in a file, the share that meets in the same batch
-(an order without memory has batch / blocks of the source); and blocks read a second of processor time. Resuming, after
-1, 10 and 50% of a pass: processor seconds to the first batch from the token cache, and from text with the chunk index
-of a run that has come so far, beside those of a fresh start.
+Shuffling, by shuffle window: the share of neighbouring blocks of a file that are in the same batch (for a permutation
+of the whole pass, batch / blocks of the source); and blocks read per second of CPU time. Resuming after 1, 10 and 50%
+of a pass: CPU seconds to the first batch, from the token cache and from text with a run's chunk index, and those of a
+fresh start.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from roberta_recipe.data.order import batches_of, place_of
 
 
 def mixing(cache: token_cache.TokenCache, batch: int, names: list[int]) -> list[tuple[str, float, float]]:
-    """(source, share of neighbours in the same batch, the same share in an order without memory), over the blocks
-    `names` of a pass."""
+    """(source, share of neighbours in the same batch, that share in a random permutation), over the blocks `names` of a
+    pass."""
     position = {name: number for number, name in enumerate(names)}
     rows = []
     for number, source in enumerate(cache.corpus.sources):
@@ -69,10 +69,10 @@ def main() -> None:
         rate = blocks / (time.process_time() - began_s)
         rows = mixing(cache, args.batch, names)
         shown = ", ".join(f"{name} {100 * met:.2f}% ({100 * least:.2f}%)" for name, met, least in rows)
-        print(f"window {window:>8}: {rate:,.0f} blocks/s; neighbours in the same batch (without memory): {shown}")
+        print(f"window {window:>8}: {rate:,.0f} blocks/s; neighbours in the same batch (random permutation): {shown}")
 
     cache = token_cache.TokenCache(args.token_cache, corpus, seed=0)
-    print(f"\nprocessor seconds to the first batch of {args.batch}")
+    print(f"\nCPU seconds to the first batch of {args.batch}")
     with tempfile.TemporaryDirectory() as folder:
         text = TextReader(corpus, tokenizer, **settings, index_folder=folder)
         from_cache, from_text = (first_batch_s(reader, args.batch, 0) for reader in (cache, text))

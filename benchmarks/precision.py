@@ -1,10 +1,10 @@
-"""How far a gradient in bf16 is from the exact one, for the stock masked LM and ours, by attention.
+"""Error of the bf16 gradient of the stock masked LM and of ours, by attention implementation.
 
     python benchmarks/precision.py [--model_name_or_path runs/mlm/roberta_tiny] [--batches 4]
 
-Batches of 32 docstrings of at most 64 tokens, 15% masked, no dropout. The exact gradient is the stock class's in fp64.
-Printed, for each batch, is the norm of the difference over the norm of the gradient: of all weights, and of those of
-query and key alone. Without a checkpoint: fresh weights of `presets/model/tiny.json`.
+Batches of 32 docstrings of at most 64 tokens, 15% masked, no dropout. The reference is the stock class's gradient in
+fp64. Prints, per batch, the norm of the difference / the norm of the gradient, of all weights and of query and key.
+Without a checkpoint: fresh weights of `presets/model/tiny.json`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WAYS += [(name, attention, "bf16") for attention in ("sdpa", "eager") for name i
 
 
 def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
-    """The gradient of the mean loss by the name of the weight, in fp64."""
+    """Name of the weight -> gradient of the mean loss, in fp64."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model.eval()(**batch).loss
     loss.backward()
@@ -41,8 +41,7 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor], precision:
 
 
 def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], parts: tuple[str, ...] = ("",)) -> float:
-    """Norm of the difference over the norm of the exact gradient, over the weights that have one of `parts` in their
-    name."""
+    """Relative error (2-norm) of a gradient, over the weights with one of `parts` in their name."""
     names = [name for name in exact if any(part in name for part in parts)]
     squares = [(((found[name] - exact[name]) ** 2).sum(), (exact[name] ** 2).sum()) for name in names]
     return float((sum(apart for apart, _ in squares) / sum(whole for _, whole in squares)).sqrt())

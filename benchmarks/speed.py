@@ -1,12 +1,12 @@
-"""Every speed comparison: this recipe beside the stock Hugging Face path, and beside another commit of this recipe.
+"""Speed of this recipe, of the stock Hugging Face path, and of another commit of this recipe.
 
     python benchmarks/speed.py --output runs/bench.json [--of step-mini-fp32 ...] [--before DIR] \\
         [--model_name_or_path MODEL --data_dir glue/RTE --squad_file train-v1.1.json]
 
-Each measurement is a process of its own, and the ways alternate, so that all of them meet the same load. Prints the
-median of each, its lowest and highest, and the ratio to the stock path; the JSON has every value. `--before` names a
-checkout of another commit. Rates are of wall-clock time; with `--clock process`, of the processor time of all threads,
-for a machine that is shared. `comparisons.py` has what is measured, and what the stock path is.
+Each measurement is a process of its own, and contestants alternate, so that all meet the same load. Prints median,
+minimum, maximum, and the ratio to the stock path; the JSON file has all values. `--before` names a checkout of another
+commit. Rates are per second of wall-clock time or, with `--clock process`, of CPU time, for a shared machine.
+`comparisons.py` has the measurements, and defines the stock path.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from benchmarks.comparisons import COMPARISONS, NEEDS, WITHOUT_STOCK
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--of", nargs="+", choices=COMPARISONS, help="these comparisons only")
-    parser.add_argument("--repeats", type=int, default=5, help="of every measurement")
+    parser.add_argument("--of", nargs="+", choices=COMPARISONS, help="only these comparisons")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each")
     parser.add_argument("--before", help="a checkout of another commit, measured too")
-    parser.add_argument("--model_name_or_path", help="checkpoint that is fine-tuned")
+    parser.add_argument("--model_name_or_path", help="checkpoint to fine-tune")
     parser.add_argument("--data_dir", help="folder of RTE's official files, for rte")
     parser.add_argument("--squad_file", help="SQuAD 1.1's train-v1.1.json, for squad and squad-evaluation")
     parser.add_argument("--clock", choices=["wall", "process"], default="wall")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def impossible(name: str, args: argparse.Namespace) -> str:
-    """Why a comparison cannot be run here; empty where it can."""
+    """The reason why a comparison cannot be run here; empty if it can."""
     from roberta_recipe.hardware import has_bf16
 
     if name.endswith("bf16") and not has_bf16():
@@ -68,7 +68,7 @@ def impossible(name: str, args: argparse.Namespace) -> str:
 
 
 def compare(name: str, args: argparse.Namespace, folder: str) -> dict[str, list[dict[str, float]]]:
-    """What each way measured, by way: "stock", "ours", with `--before` "before"."""
+    """The measurements of each contestant: "stock", "ours" and, with `--before`, "before"."""
     checkouts = {} if name in WITHOUT_STOCK else {"stock": ROOT}
     checkouts |= {"ours": ROOT} | ({"before": args.before} if args.before else {})
     found: dict[str, list[dict[str, float]]] = {way: [] for way in checkouts}
@@ -85,17 +85,17 @@ def compare(name: str, args: argparse.Namespace, folder: str) -> dict[str, list[
 
 
 def whole(path: str | None) -> str | None:
-    """A path as a process in another folder needs it; a Hub id as it is."""
+    """An absolute path, or an unchanged Hub id."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 def environment() -> dict[str, str]:
-    """No network, and no words of libraries."""
+    """Environment without network and library warnings."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
 
 
 def table(name: str, found: dict[str, list[dict[str, float]]]) -> str:
-    """A line for each way of a comparison."""
+    """The printed results of a comparison, a line per contestant."""
     rates = {way: [value["rate"] for value in values] for way, values in found.items()}
     stock = statistics.median(rates["stock"]) if "stock" in rates else None
     lines = [f"{name} ({COMPARISONS[name][1]})"]

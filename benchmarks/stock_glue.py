@@ -1,6 +1,6 @@
-"""Fine-tuning on RTE or SST-2 by the stock Hugging Face path, as transformers' run_glue.py does it: cut to 128,
-`Trainer`. Padded to the longest of a batch, which run_glue.py can too (padding to 128 takes longer and scores the
-same). Prints the accuracy on dev after each epoch, for the score beside `finetune_glue.py` with the same flags:
+"""Stock fine-tuning on RTE or SST-2, as in transformers' run_glue.py: truncated to 128 tokens, `Trainer`. Padded to the
+longest of a batch, an option of run_glue.py (padding to 128 takes longer and scores the same). Prints the validation
+accuracy after each epoch, to compare with `finetune_glue.py` with the same flags:
 
     python benchmarks/stock_glue.py glue/RTE MODEL OUTPUT_DIR --seed 1 --bf16
     python finetune_glue.py --config presets/glue/rte.yaml --data_dir glue --model_name_or_path MODEL --seeds 1 \\

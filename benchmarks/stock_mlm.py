@@ -1,5 +1,5 @@
-r"""Masked-LM pretraining on the stock Hugging Face path, as transformers' run_mlm.py does it: what `speed.py` compares
-with. Chunks of fixed size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
+r"""Stock masked-LM pretraining, as in transformers' run_mlm.py, for `speed.py` and `loss_over_time.py`: chunks of fixed
+size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
 
     python benchmarks/stock_mlm.py TEXT.jsonl HELD_OUT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN RATE \
         [EVAL_STEPS]
@@ -18,13 +18,13 @@ from transformers import (
     TrainingArguments,
 )
 
-VALIDATION_BLOCKS = 2048  # as presets/mlm/demonstration.yaml; speed.py has fewer
+VALIDATION_BLOCKS = 2048  # maximum, as in presets/mlm/demonstration.yaml
 
 
 def main() -> None:
     text, held_out, tokenizer_name, config_name, output_dir, steps, batch, seq_len, rate, *eval_steps = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    files, cache = {"train": text, "validation": held_out}, f"{output_dir}/cache"  # not that of an earlier run
+    files, cache = {"train": text, "validation": held_out}, f"{output_dir}/cache"  # not shared with earlier runs
     splits = datasets.load_dataset("json", data_files=files, cache_dir=cache)
 
     def tokenize(rows):

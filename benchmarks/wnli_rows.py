@@ -1,13 +1,13 @@
-"""Does every row of WNLI find its Winograd schema? The rule of roberta_recipe/tasks/wnli.py on the official files.
+"""Check of the alignment of WNLI rows with Winograd schemas (roberta_recipe/tasks/wnli.py) on the official files.
 
     python benchmarks/wnli_rows.py --wsc_dir WSC --glue_dir GLUE          # half a minute
 
-For WNLI's train.tsv and dev.tsv it counts how the rows are found, and how often WSC's label of the phrase is WNLI's; a
-phrase that WSC lacks, at a pronoun that it marks, is taken for right where no marked phrase is (most pronouns have two
-candidates), which checks its pronoun but not its words. For test.tsv, which has no labels, it counts only.
+For WNLI's train.tsv and dev.tsv, it counts the rows by kind of match, and how often WSC's label of the phrase equals
+WNLI's. A phrase that WSC lacks, at a pronoun that it marks, is assumed right if no marked phrase is (most pronouns have
+two candidates), which checks the pronoun but not the phrase. For test.tsv, without labels, it only counts.
 
-Then every schema of WSC is rewritten at random as WNLI's authors did by hand (a piece of the text with the phrase in
-it, case lost, letters wrong, words left out or added), and it counts how many find the schema that they come from.
+Then it rewrites every schema of WSC at random, as WNLI's authors did by hand (a part of the text with the phrase, lower
+case, misspelled, with words removed or added), and counts how many rows are aligned with their own schema.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import read_text
 from roberta_recipe.tasks import wnli, wsc
 
-REWRITTEN = 5  # rows of each schema
+REWRITTEN = 5  # rewritten rows per schema
 WSC_FILES, WNLI_FILES = ("train.jsonl", "val.jsonl", "test.jsonl"), ("train.tsv", "dev.tsv", "test.tsv")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wsc_dir", type=Path, required=True, help="folder of SuperGLUE's WSC")
-    parser.add_argument("--glue_dir", type=Path, required=True, help="GLUE's folder with WNLI/ in it")
+    parser.add_argument("--glue_dir", type=Path, required=True, help="folder of GLUE, with WNLI/")
     args = parser.parse_args()
     by_file = {name: wsc.read_wsc(args.wsc_dir / name) for name in WSC_FILES}
     schemas = [schema for found in by_file.values() for schema in found]
@@ -45,21 +45,21 @@ def main() -> None:
         sources = [schema for schema in found for _ in range(REWRITTEN)]
         rows = [(schema.text, rewritten_row(schema, draw)) for schema in sources]
         wrong = [
-            f"    {source.where}, {source.query!r}: {row!r} is taken for {aligned.schema.query!r}"
+            f"    {source.where}, {source.query!r}: {row!r} has {aligned.schema.query!r}"
             for (_, row), source, aligned in zip(rows, sources, wnli.align_rows(rows, found, name), strict=True)
             if not same_question(aligned.schema, source)
         ]
-        print(f"{name}, rewritten: {len(rows) - len(wrong):,} of {len(rows):,} find their schema", *wrong, sep="\n")
+        print(f"{name}, rewritten: {len(rows) - len(wrong):,} of {len(rows):,} rows aligned right", *wrong, sep="\n")
 
 
 def rewritten_row(schema: wsc.Schema, draw: random.Random) -> str:
-    """A sentence2 for a schema."""
+    """A random sentence2 for a schema."""
     before, after = schema.text[: schema.start].split(), schema.text[schema.end :].split()
     return rewritten(before, schema.query.split(), after, draw, changes=True)
 
 
 def on_rows(path: Path, schemas: list[wsc.Schema]) -> str:
-    """Counts of a file: rows by how they were found, and how many labels are right."""
+    """Counts of a file: rows by kind of match, and right labels."""
     lines = [line.split("\t") for line in read_text(path).splitlines()]
     labelled = "label" in lines[0]
     aligned = wnli.align_rows([(line[1], line[2]) for line in lines[1:]], schemas, path.name)

@@ -1,4 +1,4 @@
-"""`make gpu` at tiny sizes on the CPU, from data to results; what it says where nothing can be run."""
+"""`make gpu` with tiny models on the CPU, from data to results; messages if nothing can be run."""
 
 import bz2
 import json
@@ -28,7 +28,7 @@ DOMAINS = [source["name"] for source in load_yaml(carry.CORPUS)["sources"]]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder as `carry` reads it; the domains differ in size."""
+    """The input folder of `benchmarks.gpu.carry`, with domains of different sizes."""
     folder = tmp_path_factory.mktemp("data")
     for number, name in enumerate(DOMAINS):
         (folder / "pretrain" / name).mkdir(parents=True)
@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def carried(data):
-    """The folder to carry, with half of the text."""
+    """The carried folder, with half of the text."""
     half_mb = sum(len(text) for text in texts_of(data / "pretrain", "train-*")) / 2e6
     folder = data.parent / "carried"
     carry.main([f"--data={data}", f"--output={folder}", f"--text_mb={half_mb}", "--vocab_size=400"])
@@ -54,7 +54,7 @@ def carried(data):
 
 
 def texts_of(folder, pattern):
-    """All documents of the files below a folder, Parquet or compressed JSON lines."""
+    """All documents of a folder's files, Parquet or compressed JSON lines."""
     for path in sorted(folder.glob(f"*/{pattern}")):
         if path.suffix == ".bz2":
             with bz2.open(path, "rt", encoding="utf-8") as lines:
@@ -71,7 +71,7 @@ def run(*argv):
 
 
 def work_in(folder, carried=Path("carried"), seconds=60.0):
-    """The script's folders below `folder`."""
+    """The script's folders in `folder`."""
     for name in ("work", "out"):
         (folder / name).mkdir()
     return Work(carried, folder / "work", folder / "out", True, time.monotonic() + seconds)
@@ -111,7 +111,7 @@ def test_the_dry_run_lists_parts_and_what_is_carried(capsys):
     pinned = (ROOT / "requirements.txt").read_text()
     assert [wheel for wheel in script.WHEELS.split() if wheel.partition("=")[0] in pinned and wheel not in pinned] == []
     script.main(["--dry_run", "--finetune"])
-    assert "fine_tune  what is left" in capsys.readouterr().out
+    assert "fine_tune  the rest" in capsys.readouterr().out
 
 
 def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, 
     found = json.loads((work.output / "results.json").read_text())["parts"]
     assert [part["result"] for part in found.values()] == ["FAILED"] * 4 + ["passed"]
     assert found["bad"]["last_lines"] == ["what went wrong"] and "exit code 3" in found["bad"]["why"]
-    assert found["slow"]["last_lines"] == ["begun"] and "its time is over" in found["slow"]["why"]
+    assert found["slow"]["last_lines"] == ["begun"] and "time limit" in found["slow"]["why"]
     assert "KeyError" in found["odd"]["why"] and found["wrong"]["figures"] == {"seen": 1}
     with tarfile.open(work.output / "records.tar.xz") as archive:
         assert archive.getnames() == ["bad.log", "slow.log"]
@@ -135,7 +135,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, 
 
 
 def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, monkeypatch, carried):
-    """Up to the device: flags and warm-up."""
+    """Flags and warm-up are checked, up to the device."""
     work, commands = work_in(tmp_path, carried, seconds=480), {}
     work.tiny = False
     work.results["parts"] = {"profile": {"figures": {"same_losses": {"relative_differences": [0.0]}}}}

@@ -1,14 +1,14 @@
-"""A census of faults: random damage to runs of every kind, and what came of each.
+"""Fault-injection census: random faults in pretraining, packing, tokenizer training and fine-tuning runs.
 
     make faults OUT=runs/faults.json                       # 1,000 cases in about two hours on two cores
     python -m benchmarks.faults --output runs/faults.json --cases 1000 --seed 0 --jobs 2
     python -m benchmarks.faults --case 417                 # one case again; its folder is kept
 
-A case is a run (pretraining from text and from a token cache, packing, tokenizer training, fine-tuning; nine of ten
-from a process that has everything imported, the tenth through torchrun or accelerate, ZeRO 1 to 3 among them), a fault
-(`kinds.py`), and the same command started again until it ends. Its finished output is compared, bit for bit, with that
-of an undisturbed run. An existing report is continued. Every case follows from (seed, number), up to timing. The exit
-code is 1 where a case ended in a silent difference, in a traceback or without a line, or hung.
+A case is a command (`scenarios.py`), a fault (`kinds.py`), and restarts of the same command until it ends. Nine of ten
+cases run in forks of this process, which has everything imported; the tenth uses torchrun or accelerate, with or
+without ZeRO 1 to 3. The finished output is compared, bit for bit, with that of a run without a fault. An existing
+report is continued. A case is a function of (seed, number), up to timing. The exit code is 1 if a case ended in a
+silent difference, a traceback, without an error message, or hung.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-# a script that finds 1 here takes all cores; torch's own setting stays
+# scripts use all cores if this is 1; torch's setting stays
 os.environ.pop("OMP_NUM_THREADS", None)
 
-import deepspeed  # noqa: F401  a run imports it; a forked run has it
+import deepspeed  # noqa: F401  imported once, for all forks
 import matplotlib.figure
 
 from benchmarks.faults.case import BAD, Case, reference_folder, reference_name, undisturbed
@@ -51,17 +51,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="JSON report, written after every case, and continued")
+    parser.add_argument("--output", type=Path, help="JSON report, updated after every case; continued if it exists")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--only", nargs="+", default=[], help="kinds whose names contain one of these")
-    parser.add_argument("--scenario", nargs="+", default=[], help=f"of: {'; '.join(SCENARIOS)}")
-    parser.add_argument("--no_launcher", action="store_true", help="forked processes only, which is quicker")
-    parser.add_argument("--case", type=int, help="this case alone; its folder is kept")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel cases")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds of faults whose names contain one of these words")
+    parser.add_argument("--scenario", nargs="+", default=[], help=f"some of: {'; '.join(SCENARIOS)}")
+    parser.add_argument("--no_launcher", action="store_true", help="forks only, which is faster")
+    parser.add_argument("--case", type=int, help="run only this case, and keep its folder")
     args = parser.parse_args(argv)
     if unknown := set(args.scenario) - set(SCENARIOS):
-        raise InputError(f"scenario={sorted(unknown)[0]!r} is none of {'; '.join(SCENARIOS)}")
+        raise InputError(f"scenario={sorted(unknown)[0]!r} is not one of: {'; '.join(SCENARIOS)}")
     return args
 
 
@@ -73,13 +73,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.output and args.output.exists():
         report = durable.read_json(args.output)
         if {name: report[name] for name in drawn} != drawn:
-            raise InputError(f"{args.output} is of other cases; name another file")
+            raise InputError(f"{args.output} is a report with other settings; name another file")
     wanted = range(args.cases) if args.case is None else [args.case]
     plans = {number: draw_plan(args.seed, number, args.only, args.scenario, args.no_launcher) for number in wanted}
     plans = {number: plan for number, plan in plans.items() if str(number) not in report["cases"]}
     shared = Path(tempfile.mkdtemp(prefix="faults-"))
     make_forks_cheap()
-    chunks.CHUNK_BYTES = 10_000  # several a file; of a run through a launcher, one
+    chunks.CHUNK_BYTES = 10_000  # several chunks per file; with a launcher, one
     try:
         references = make_references(plans, shared, args.jobs)
         began_s = time.monotonic()
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
                 durable.write_json(args.output, report)
         cases = list(report["cases"].values())
         print(f"\n{table(cases)}\n\n{time.monotonic() - began_s:,.0f} s")
-        print(f"not counted: {sum(case['peers'] for case in cases)} tracebacks in processes whose peer was killed")
+        print(f"not counted: {sum(case['peers'] for case in cases)} tracebacks in ranks that lost a killed peer")
     finally:
         if args.case is None:
             shutil.rmtree(shared, ignore_errors=True)
@@ -105,15 +105,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_forks_cheap() -> None:
-    """Of the two to three seconds that a forked run takes, drawing its curve and searching what is imported for garbage
-    would be a third."""
+    """Skip garbage collection of imported modules and the loss curve, a third of a forked run's 2 to 3 seconds."""
     gc.freeze()
     matplotlib.figure.Figure.savefig = lambda figure, path, **options: Path(path).write_bytes(b"not drawn")
 
 
 def make_references(plans: dict[int, Plan], shared: Path, jobs: int) -> dict[str, dict]:
-    """The undisturbed runs that the cases are compared with, by name."""
-    print("Undisturbed runs ...", flush=True)
+    """Results of the runs without a fault, by `reference_name`, for comparison."""
+    print("Reference runs ...", flush=True)
     [_] = in_children([0], lambda _: make_inputs(shared), 1, shared)
     needed: dict[str, tuple[str, bool]] = {}
     for plan in plans.values():
@@ -150,7 +149,7 @@ def run_case(plan: Plan, references: dict[str, dict], folder: Path, shared: Path
 
 
 def in_children(items: list, run: Callable[[Any], dict | None], jobs: int, folder: Path):
-    """(item, what `run` gives for it), as JSON, each from a forked process, so many at a time."""
+    """Run `run(item)` in forked processes, `jobs` in parallel; yields (item, result), with results passed as JSON."""
     running: dict[int, Any] = {}
     waiting = list(items)
     try:
@@ -164,7 +163,7 @@ def in_children(items: list, run: Callable[[Any], dict | None], jobs: int, folde
             pid, status = os.wait()
             item, path = running.pop(pid), folder / f"{pid}.json"
             if status or not path.exists():
-                raise SystemExit(f"error: {item}: the census itself failed")
+                raise SystemExit(f"error: {item}: a bug in the census")
             yield item, json.loads(path.read_text())
             path.unlink()
     finally:
@@ -173,10 +172,10 @@ def in_children(items: list, run: Callable[[Any], dict | None], jobs: int, folde
 
 
 def _give(run: Callable[[], Any], path: Path) -> None:
-    """In a forked process: write what `run` returns, and end."""
+    """Main function of a forked process: write the result of `run` and exit."""
     code = 1
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a case ends its processes
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a case kills its processes
         found = run()
         path.write_text(json.dumps(found))
         code = 0
@@ -198,7 +197,7 @@ def line(number: int, plan: Plan, found: dict[str, Any]) -> str:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """Kinds of faults x outcomes, in Markdown."""
+    """Markdown table of kinds of faults and outcomes."""
     counts = Counter((case["kind"], case["outcome"]) for case in cases)
     head = ["fault", "cases", *OUTCOMES]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]

@@ -1,7 +1,7 @@
-"""One case: the starts of a scenario with a fault in them, and what came of it.
+"""A case of the census: starts of a scenario, with a fault, and the outcome.
 
-Outcomes: "same run", "refused" (with a line, and no finished output that differs), "traceback" (or an end without a
-line), "silent difference", "hang"; "missed" where the run had ended before its fault.
+Outcomes: "same run", "refused" (with an error message, and without finished output that differs), "traceback" (or an
+end without a message), "silent difference", "hang"; "missed" if the run had ended before its fault.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ from benchmarks.faults.starts import POLL_S, Start, tracebacks
 from roberta_recipe.input_files import ROOT
 
 STARTS = 3  # at most
-ATTEMPTS = 3  # a fault that came too late is tried again, earlier
+ATTEMPTS = 3  # a fault that came too late is retried, earlier
 BAD = ("traceback", "silent difference", "hang")
-LIMIT_S = {False: 120.0, True: 240.0}  # of a start: in a forked process, through a launcher
+LIMIT_S = {False: 120.0, True: 240.0}  # timeout of a start: forked, through a launcher
 WEIGHTS = ("digest", "record: steps", "file: model.safetensors", "settings", "model.safetensors", "blocks", "counts")
 
 
 class Case:
-    """The run of a plan in an empty folder. `references` are the results of undisturbed runs, by scenario and seed."""
+    """Runs a plan in an empty folder. `references`: results of runs without a fault, by `reference_name`."""
 
     def __init__(self, plan: dict[str, Any], references: dict[str, dict], folder: Path, shared: Path):
         self.plan, self.folder, self.shared = plan, folder, shared
         self.scenario: Scenario = SCENARIOS[plan["scenario"]]
         self.references, self.reference = references, references[reference_name(self.scenario)]
         self.starts: list[Start] = []
-        self.log: list[str] = []  # what was done
+        self.log: list[str] = []  # description of the fault
         self.missed = self.hung = False
-        self.later = self.earlier = 1.0  # factors of the share of the run that is to come, and that has passed
+        self.later = self.earlier = 1.0  # `_share`: factors of the remaining and the elapsed share of the run
 
     def run(self) -> dict[str, Any]:
-        """Returns the outcome, what was done, and for a bad outcome the ends of the logs."""
+        """Returns outcome and description of the fault; for a bad outcome, also the tails of the logs."""
         for _ in range(ATTEMPTS):
             self._prepare()
             self._all_starts()
@@ -81,17 +81,16 @@ class Case:
             self._run(self._start(flags), again or {}, plan.get("kill") if again else None)
 
     def _is_another_run(self) -> bool:
-        """Whether the first start refused an input that was changed before anything of the old was kept: what would be
-        started next is another run by right."""
+        """Whether an input changed before the first start saved any state: the next start would be a new run."""
         damage = self.plan.get("damage", {})
         changed = damage.get("when") == "during" and damage["what"] == "inputs"
         return changed and not ended_well(self.starts[0]) and not self.scenario.remembered(self.folder)
 
     def _to_do(self) -> tuple[str, ...] | None:
-        """The flags of the next start; None where all that was started has ended well."""
+        """The flags of the next start; None if all starts have finished."""
         second = tuple(self.plan.get("second", {}).get("flags", ()))
         well = [start.flags for start in self.starts if ended_well(start)]
-        if "--output_dir" in second:  # two runs, each of which must end
+        if "--output_dir" in second:  # two runs, which must both finish
             return next((flags for flags in ((), second) if flags not in well), None)
         last = self.starts[-1]
         if ended_well(last) or (well and "second" in self.plan):
@@ -103,7 +102,7 @@ class Case:
         file_bytes = None
         if "file_share" in plan:
             file_bytes = int(plan["file_share"] * self.reference["largest"])
-            self.log.append(f"no file above {file_bytes:,} bytes")
+            self.log.append(f"file size limit {file_bytes:,} bytes")
         operations = int(self._share(plan["operation"]) * self.reference["operations"]) if "operation" in plan else None
         start = self._start(tuple(plan.get("all_flags", ())), file_bytes, operations)
         if "second" in plan:
@@ -122,7 +121,7 @@ class Case:
             mount_disk(self.folder / "out", 1 << 30, again=True)
 
     def _killed_itself(self, start: Start, operations: int) -> bool:
-        """Whether a start has come to the file operation at which it is killed."""
+        """Whether a start reached the file operation at which it kills itself."""
         reached = any(process.code == -signal.SIGKILL for process in start.processes)
         for process in start.processes if reached else ():
             process.signalled = True
@@ -132,8 +131,8 @@ class Case:
         return reached
 
     def _between(self, damage: bool) -> None:
-        """Damage what the first start has left, or leave it to the second start's flags. Missed where the work was
-        done, or nothing was there yet that says what it was made from."""
+        """The fault between two starts: damage, or flags of the second start. Missed if the run had finished, or had
+        saved no state yet."""
         if self.scenario.finished(self.folder):
             self.missed, self.earlier = True, 0.6 * self.earlier
         elif not self.scenario.remembered(self.folder) or (damage and not self._damage()):
@@ -147,7 +146,7 @@ class Case:
         return start
 
     def _run(self, start: Start, moment: dict, kill: dict | None, action=None) -> bool:
-        """Wait for the end of a start, with what is done to it at `moment`; returns whether it was."""
+        """Wait for the end of a start, and inject the fault at `moment`; returns whether it was injected."""
         done, seen_s = not moment, None
         while start.running():
             elapsed_s = time.monotonic() - start.begun
@@ -161,18 +160,18 @@ class Case:
         return done
 
     def _wait_for_orphans(self, start: Start) -> None:
-        """A process that outlives its launcher is given a moment; it may hold the output while the next start comes."""
+        """Give orphan processes of a launcher half a second; later ones may hold the output folder's lock."""
         deadline_s = time.monotonic() + 0.5
         while start.launched and time.monotonic() < deadline_s and start.tree():
             time.sleep(0.05)
 
     def _hang(self, start: Start) -> None:
         self.hung = True
-        self.log.append(f"{start.name} hangs")
+        self.log.append(f"{start.name} hung")
         start.end()
 
     def _due(self, start: Start, moment: dict, elapsed_s: float, seen_s: float | None) -> tuple[bool, float | None]:
-        """Whether the moment has come, and when its sign was seen."""
+        """(whether the fault is due, the time at which its trigger was seen)."""
         if "share" in moment:
             if moment.get("announced") and not self._announced(start):
                 return False, None
@@ -188,14 +187,14 @@ class Case:
         return elapsed_s >= seen_s + moment["then_s"], seen_s
 
     def _share(self, share: float) -> float:
-        """When a fault comes, as a share of the run, after the attempts at which it came too early or too late."""
+        """The planned share of the run, adjusted after attempts that were too early or too late."""
         return self.earlier * (1 - self.later * (1 - share))
 
     def _announced(self, start: Start) -> bool:
         return announced(self.scenario, start)
 
     def _kill(self, start: Start, kill: dict) -> bool:
-        """Send the signal; returns False where there is nobody to send it to yet."""
+        """Send the signal; returns False if its target does not exist yet."""
         number = signal.Signals[kill["signal"]]
         ranks = start.ranks()
         if kill["who"] == "helper":
@@ -218,7 +217,7 @@ class Case:
         return f"{time.monotonic() - start.begun:.2f} s, {steps} steps"
 
     def _damage(self) -> bool:
-        """Damage a file; returns False where there is none of its kind."""
+        """Damage a file; returns False if there is no such file."""
         damage = self.plan["damage"]
         globs = {"inputs": self.scenario.inputs, "lasting": self.scenario.lasting, "output": ("out/**/*",)}
         files = sorted({path for glob in globs[damage["what"]] for path in self.folder.glob(glob) if path.is_file()})
@@ -249,10 +248,10 @@ class Case:
                 other and self._hang(other)
             time.sleep(POLL_S)
 
-    # What came of it
+    # Outcome
 
     def _disturbed(self, start: Start) -> bool:
-        """Whether a start was ended by a signal of ours, or found its output in use by a process that was left."""
+        """Whether a start was ended by our signal, or found its output locked by an orphan process."""
         orphans = any(earlier.tree() for earlier in self.starts)
         deadline_s = time.monotonic() + LIMIT_S[start.launched]
         while any(earlier.tree() for earlier in self.starts) and time.monotonic() < deadline_s:
@@ -269,24 +268,24 @@ class Case:
                     return "traceback", f"{start.name}: {found[-1]}"
         if "no line" in endings:
             codes = [process.code for start in self.starts for process in start.processes]
-            return "traceback", f"ended without a line, exit codes {codes}"
+            return "traceback", f"ended without a message, exit codes {codes}"
         if self._to_do() is None or "already holds a" in self.starts[-1].text:  # a finished run, a tokenizer
             return self._compare()
         return "refused", ""
 
     def _of_peers(self) -> int:
-        """Tracebacks of the communication library in processes whose peer was killed, which are not counted."""
+        """Number of tracebacks from torch.distributed in ranks that lost a killed peer; these are not counted."""
         texts = [process.text.decode(errors="replace") for start in self.starts for process in start.processes]
         return sum(len(tracebacks(text, peer_gone=False)) - len(tracebacks(text, peer_gone=True)) for text in texts)
 
     def _compare(self) -> tuple[str, str]:
-        """The finished output beside that of an undisturbed run."""
+        """Compare the finished output with that of a run without a fault: (outcome, detail)."""
         if not self.scenario.finished(self.folder):
-            return "silent difference", "exit code 0, and nothing that says that the work is done"
+            return "silent difference", "exit code 0 without finished output"
         wanted = {"": self.reference["result"]}
         if "--seed" in self.plan.get("second", {}).get("flags", ()):
             if all(map(ended_well, self.starts[:2])):
-                return "silent difference", "two starts with different seeds both ended well"
+                return "silent difference", "two starts with different seeds both finished"
             wanted["other seed"] = self.references[reference_name(self.scenario, other_seed=True)]["result"]
         try:
             found = self.scenario.result(self.folder)
@@ -302,13 +301,13 @@ class Case:
         return "silent difference", ", ".join(min(parts.values(), key=len))
 
     def _compared(self, names: list[str]) -> list[str]:
-        """Of the names of what differs, those that must not."""
+        """The differing names that must be equal under this plan."""
         compare = self.plan.get("compare", "all")
         damage = self.plan.get("damage", {})
-        if any(done.endswith("inputs/preset.yaml") for done in self.log):  # a free setting of it may be another one
+        if any(done.endswith("inputs/preset.yaml") for done in self.log):  # a setting of scope "free" may have changed
             compare = "weights"
         if damage and self.scenario.program.endswith(("pack.py", "finetune_glue.py")):
-            # what its own checksum contradicts is missing in the result
+            # the result omits files that do not match their own checksum
             names = [name for name in names if name in self.scenario.result(self.folder)]
         if compare == "digest":
             return [name for name in names if name == "digest"]
@@ -318,7 +317,7 @@ class Case:
 
 
 def ended_well(start: Start) -> bool:
-    """Whether all its processes ended with exit code 0."""
+    """Whether all processes of a start ended with exit code 0."""
     return all(process.code == 0 for process in start.processes)
 
 
@@ -327,14 +326,14 @@ def reference_name(scenario: Scenario, other_seed: bool = False) -> str:
 
 
 def announced(scenario: Scenario, start: Start) -> bool:
-    """Whether a start has read its settings and what its inputs are."""
+    """Whether a start has read its settings and the names of its inputs."""
     if scenario.announced.startswith("glob:"):
         return any(start.folder.glob(scenario.announced.removeprefix("glob:")))
     return scenario.announced in start.text
 
 
 def make_folder(folder: Path, shared: Path, scenario: Scenario) -> None:
-    """An empty folder of a case: a copy of the inputs, and the output that the scenario begins with."""
+    """Prepare the folder of a case: a copy of the inputs, and the initial output of the scenario."""
     if (folder / "out").is_mount():
         subprocess.run(["umount", str(folder / "out")], check=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -351,7 +350,7 @@ def reference_folder(name: str) -> str:
 
 
 def undisturbed(scenario: Scenario, other_seed: bool, folder: Path, shared: Path) -> dict[str, Any]:
-    """The result of a run without faults, how long it took, when it was announced, how large its output is."""
+    """Run a scenario without a fault; returns its result, times and output sizes."""
     make_folder(folder, shared, scenario)
     start = Start(scenario, folder, "undisturbed", ("--seed", "43") if other_seed else ())
     announced_s = None
@@ -372,7 +371,7 @@ def undisturbed(scenario: Scenario, other_seed: bool, folder: Path, shared: Path
 
 
 def spoil(path: Path, how: str, places: list[list]) -> None:
-    """Damage a file in place. A flipped bit leaves the time of the last change as it was, as a disk's fault does."""
+    """Damage a file in place. A flipped bit keeps the modification time, as a disk fault would."""
     size, times = path.stat().st_size, (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     if how == "gone":
         path.unlink()
@@ -399,7 +398,7 @@ def spoil(path: Path, how: str, places: list[list]) -> None:
 
 
 def mount_disk(folder: Path, size: int, again: bool = False) -> None:
-    """A disk of so many bytes in `folder`, seen by this process and its children; `again`: another size for it."""
+    """Mount a tmpfs of `size` bytes at `folder`, in this process and its children; `again`: resize it."""
     if not again:
         private_mounts()
     options = f"{'remount,' if again else ''}size={size}"
@@ -407,11 +406,11 @@ def mount_disk(folder: Path, size: int, again: bool = False) -> None:
 
 
 def private_mounts() -> None:
-    """Give this process a view of the file systems of its own, as root or in a user namespace."""
+    """Move this process to a mount namespace of its own, as root or in a user namespace."""
     flags = 0x00020000 | (0x10000000 if os.geteuid() else 0)  # CLONE_NEWNS, CLONE_NEWUSER
     user, group = os.geteuid(), os.getegid()
     if ctypes.CDLL(None, use_errno=True).unshare(flags):
-        raise OSError(ctypes.get_errno(), "a mount namespace cannot be made")
+        raise OSError(ctypes.get_errno(), "cannot create a mount namespace")
     if user:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")

@@ -1,9 +1,9 @@
-"""The faults that a case is drawn from: a plan says what is done, when, and to what; the place of a damage is drawn
-too, and the file is the one that is there when it is done.
+"""Kinds of faults and the random plans of cases. A plan names the fault, its time and its target; the damaged file is
+picked, by a drawn number, from those that exist at that time.
 
-    plan = {"kind", "scenario", "moment": when in the first start, "kill" or "damage" or "second" or ...}
+    plan = {"kind", "scenario", "moment": time in the first start, "kill" or "damage" or "second" or ...}
 
-A fault that makes another run by right (a new corpus before anything has read the old one) is not drawn.
+Changes that start a different run (a new corpus before the old one was read) are not drawn.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from benchmarks.faults.scenarios import LAUNCHED, SCENARIOS, WARM, Scenario
 from roberta_recipe.settings import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 
-Plan = dict[str, Any]  # as JSON holds it
+Plan = dict[str, Any]  # JSON values
 
 KILL_ALL = {"who": "all", "signal": "SIGKILL", "which": 0}
 OTHER_SEED = ("--seed", "43")
-# flags that make another run by right, or ask for what this machine lacks
+# flags of a different run, or that need a server or minutes
 NOT_DRAWN = {
-    **dict.fromkeys(("output_dir", "logging_dir"), "names another run"),
-    **dict.fromkeys(("max_train_minutes",), "ends the run earlier, as it is asked to"),
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "minutes of compiling"),
-    **dict.fromkeys(("corpus",), "reads the docstrings of this machine"),
-    **dict.fromkeys(("push_to_hub", "hub_always_push", "report_to"), "ask for a server"),
-    **dict.fromkeys(("seeds", "sweep"), "ask for other runs of a protocol"),
-    **dict.fromkeys(("keep",), "says which weights stay"),
+    **dict.fromkeys(("output_dir", "logging_dir"), "another run"),
+    **dict.fromkeys(("max_train_minutes",), "an earlier end"),
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "slow compilation"),
+    **dict.fromkeys(("corpus",), "the docstrings of this machine"),
+    **dict.fromkeys(("push_to_hub", "hub_always_push", "report_to"), "a server"),
+    **dict.fromkeys(("seeds", "sweep"), "other runs of a protocol"),
+    **dict.fromkeys(("keep",), "other saved weights"),
 }
-# each names another run of a fine-tuning, in a folder of its own
+# each value is a separate run of the fine-tuning protocol, with its own folder
 NAMES_A_RUN = ("learning_rate", "global_batch_size", "seed")
-# these spread the same batch in another way: the data are the same, the weights to rounding
+# another split of the same batch: equal data, weights equal up to rounding
 LAYOUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 VALUES = {
     **{"optim": ["adamw_torch", "adafactor", "sgd"], "optim_args": ["momentum=0.5"], "learning_rate": ["5e-4"]},
@@ -54,16 +54,16 @@ VALUES = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A row of the census's table."""
+    """A kind of fault, a row of the table."""
 
     draw: Callable[[random.Random, Scenario], Plan]
     weight: float
     applies: Callable[[Scenario], bool] = lambda scenario: True
-    launched: bool = False  # also through a launcher
+    launched: bool = False  # also drawn for launchers
 
 
 def any_moment(rng: random.Random, scenario: Scenario) -> Plan:
-    """Half of the time any moment of the run, else a moment at which a file is being written."""
+    """A uniform time of the run (60%), or a time at which a file is being written."""
     return {"share": rng.random()} if rng.random() < 0.6 else writing(rng, scenario)
 
 
@@ -76,7 +76,7 @@ def evaluating(rng: random.Random, scenario: Scenario) -> Plan:
 
 
 def killed(who: str, moment: Callable = any_moment, number: str = "SIGKILL") -> Callable:
-    """`who`: "all", "rank", "helper", "launcher"; now and then the second start too."""
+    """A signal to `who`: "all", "rank", "helper" or "launcher"; in 30% of plans the second start gets one too."""
 
     def draw(rng, scenario):
         plan = {"moment": moment(rng, scenario), "kill": {"who": who, "signal": number, "which": rng.random()}}
@@ -86,13 +86,13 @@ def killed(who: str, moment: Callable = any_moment, number: str = "SIGKILL") -> 
 
 
 def killed_at_operation(rng: random.Random, scenario: Scenario) -> Plan:
-    """`operation`: the share of the file operations of an undisturbed run that are made before all are killed."""
+    """SIGKILL to all after `operation`, a share of the file operations of a run without a fault."""
     plan = {"operation": rng.random(), "kill": dict(KILL_ALL)}
     return plan | ({"again": any_moment(rng, scenario)} if rng.random() < 0.2 else {})
 
 
 def first_start_killed(rng: random.Random, scenario: Scenario) -> Plan:
-    """At any moment; in forked processes half of the time at a file operation."""
+    """A signal to all in the first start: at a file operation (half of the forked runs) or at any moment."""
     if not scenario.launcher and rng.random() < 0.5:
         return {"operation": rng.random(), "kill": dict(KILL_ALL)}
     signals = ["SIGKILL", "SIGKILL", "SIGTERM"]
@@ -100,9 +100,9 @@ def first_start_killed(rng: random.Random, scenario: Scenario) -> Plan:
 
 
 def damaged(how: tuple[str, ...], when: str, what: str) -> Callable:
-    """`when`: "before" the first start (of what another command has made), "between" two starts, or "during" the first;
-    `what`: "inputs", "output" or both by chance. During a run, inputs are damaged when they are announced, and of the
-    output only what may yet be read."""
+    """File damage. `when`: "before" the first start (to the output of another command), "between" two starts, or
+    "during" the first. `what`: "inputs", "output" or "any". During a run, inputs are damaged once their names were
+    logged, and only output files that may be read again."""
 
     def draw(rng, scenario):
         target = {"before": "output", "during": "lasting"}.get(when, "output")
@@ -121,7 +121,7 @@ def damaged(how: tuple[str, ...], when: str, what: str) -> Callable:
 
 
 def full(what: str) -> Callable:
-    """`file_share`: no file larger than this share of the largest; `disk_share`: a disk of this share of the output."""
+    """A limit, drawn around the size that a run needs: `file_share` of its largest file, `disk_share` of its output."""
 
     def draw(rng, scenario):
         return {what: rng.choice([rng.random(), rng.uniform(0, 1.05), 10 ** rng.uniform(-4, 0)])}
@@ -130,7 +130,7 @@ def full(what: str) -> Callable:
 
 
 def second_start(*flags: str) -> Callable:
-    """The same command, or with other flags, started while the first start runs."""
+    """A concurrent second start of the command, with further flags."""
 
     def draw(rng, scenario):
         delay = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.9)])
@@ -140,14 +140,14 @@ def second_start(*flags: str) -> Callable:
 
 
 def flag_changed(rng: random.Random, scenario: Scenario) -> Plan:
-    """Any flag, from the second start on."""
+    """A flag of any scope but "layout" and "locked", changed from the second start on."""
     name, words = another_flag(rng, scenario, scopes=("start", "free", "content", "fixed", "data"))
     compare = "digest" if name in LAYOUT else "weights"
     return {**first_start_killed(rng, scenario), "flags": words, "compare": compare}
 
 
 def free_flag(rng: random.Random, scenario: Scenario) -> Plan:
-    """A flag that changes nothing, from the first start on, which is killed."""
+    """A flag of scope "free" in all starts, the first of which is killed."""
     name, words = another_flag(rng, scenario, scopes=("free",))
     return {
         **killed("all")(rng, scenario),
@@ -156,7 +156,7 @@ def free_flag(rng: random.Random, scenario: Scenario) -> Plan:
 
 
 def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """A flag of the scenario's parser, and a random value for it as words of the command line."""
+    """A random flag of the scenario's parser: (name, command-line words with a random value)."""
     own = train_mlm.MlmArguments if scenario.pretrains else finetune_glue.GlueArguments
     trainers = MlmTrainingArguments if scenario.pretrains else FinetuneTrainingArguments
     cls = rng.choice([own, trainers, trainers])
@@ -167,7 +167,7 @@ def another_flag(rng: random.Random, scenario: Scenario, scopes: tuple[str, ...]
 
 
 def _values(hint: Any) -> list[str]:
-    """Some values of a type, as the command line has them."""
+    """Command-line values of a type."""
     options = [option for option in typing.get_args(hint) if option is not type(None)]
     if typing.get_origin(hint) is typing.Literal:
         return [str(option) for option in options]
@@ -195,7 +195,7 @@ def _caches(scenario: Scenario) -> bool:
 
 
 def _resumes(scenario: Scenario) -> bool:
-    """Tokenizer training keeps nothing of a start that was ended."""
+    """Whether a restart can resume; tokenizer training saves no partial state."""
     return scenario.name != "tokenizer"
 
 
@@ -229,15 +229,14 @@ KINDS = {
     "flag changed": Kind(flag_changed, 6, _trains),
     "free flag from the start": Kind(free_flag, 5, _trains),
 }
-# not a fault, drawn only by name: the census must count it as a silent difference
+# a check of the census itself, drawn only by name: it must be counted as a silent difference
 SABOTAGE = {"sabotage": Kind(lambda rng, scenario: {"all_flags": list(OTHER_SEED)}, 1, lambda s: s.pretrains)}
 
 
 def draw_plan(
     seed: int, number: int, only: Sequence[str] = (), scenarios: Sequence[str] = (), no_launcher: bool = False
 ) -> Plan:
-    """The plan of a case, a function of its arguments alone; every tenth case goes through a launcher. `only`: kinds
-    whose names contain one of these."""
+    """The plan of a case, a pure function; every tenth case uses a launcher. `only`: filter of the names of kinds."""
     rng = random.Random(f"{seed}/{number}")
     among = LAUNCHED if number % 10 == 9 and not no_launcher else WARM
     among = [SCENARIOS[name] for name in scenarios] or among
@@ -245,7 +244,7 @@ def draw_plan(
     if only:
         table = {name: kind for name, kind in {**KINDS, **SABOTAGE}.items() if any(part in name for part in only)}
     fitting = {name: [one for one in among if kind.applies(one)] for name, kind in table.items()}
-    if not any(fitting.values()):  # of the kinds that are asked for
+    if not any(fitting.values()):  # `only` names kinds for other scenarios
         fitting = {name: [one for one in SCENARIOS.values() if kind.applies(one)] for name, kind in table.items()}
     names = [name for name in table if fitting[name]]
     (name,) = rng.choices(names, [table[name].weight for name in names])

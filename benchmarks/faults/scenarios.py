@@ -1,7 +1,7 @@
-"""What the census runs: the inputs, the commands, and what a finished run is compared by.
+"""Scenarios of the census: inputs, commands, and the results to compare.
 
-Every case has a folder of its own with a copy of the inputs; commands run in it and name files relative to it, so that
-two runs of a command write the same bytes.
+Each case has its own folder with a copy of the inputs. Commands run in it with relative paths, so that two runs of a
+command write the same bytes.
 """
 
 import hashlib
@@ -62,11 +62,11 @@ TEXTS = {
 
 SHARDS = (*(f"train-{number:05d}" for number in range(4)), "validation-00000")  # of the complete token cache
 
-Result = dict[str, Any]  # what must be equal, by name
+Result = dict[str, Any]  # name -> value that must be equal
 
 
 def make_inputs(folder: Path) -> None:
-    """The inputs of all scenarios, in `<folder>/inputs`."""
+    """Write the inputs of all scenarios to `<folder>/inputs`."""
     inputs = folder / "inputs"
     (inputs / "text").mkdir(parents=True)
     tokenizer = tokenizer_training.train_tokenizer(make_documents(300, seed=0), vocab_size=400)
@@ -76,7 +76,7 @@ def make_inputs(folder: Path) -> None:
     for number in range(4):
         write_parquet(inputs / "text" / f"train{number}.parquet", make_documents(80, seed=number + 1))
     write_parquet(inputs / "text" / "validation.parquet", make_documents(16, seed=9))
-    # of these a run reads beyond the first 64 KB
+    # more than 64 KB, so that a run reads past the first buffer
     write_jsonl(inputs / "text" / "train.jsonl", make_documents(700, seed=5))
     write_text(inputs / "text" / "train.txt", make_documents(700, seed=6))
     torch.manual_seed(0)
@@ -94,19 +94,19 @@ def _sentence(rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A command and what it reads and writes; paths are relative to the folder of the case."""
+    """A command with globs of the files that it reads and writes, relative to the folder of the case."""
 
     name: str
     program: str  # the script or module
     argv: tuple[str, ...]
-    inputs: tuple[str, ...]  # globs of what it reads
-    writes: tuple[str, ...]  # globs of what exists while something is being written
-    lasting: tuple[str, ...]  # globs of files in its output that it may yet read itself
-    announced: str  # a line of its log, or a glob of a file, that comes when it has read its settings and inputs' names
+    inputs: tuple[str, ...]  # input files
+    writes: tuple[str, ...]  # files that exist only while something is being written
+    lasting: tuple[str, ...]  # output files that it may read again
+    announced: str  # log text (or "glob:" and a glob) that shows that settings and names of inputs were read
     processes: int = 1
-    launcher: tuple[str, ...] = ()  # what stands between the interpreter and the script's flags
-    helpers: bool = False  # data workers, or packing processes
-    prepared: str | None = None  # scenario whose output this begins with
+    launcher: tuple[str, ...] = ()  # words between the interpreter and the script's flags
+    helpers: bool = False  # whether it has data workers or packing processes
+    prepared: str | None = None  # scenario that makes its initial output
 
     def main(self) -> Callable[[list[str]], Any]:
         mains = {
@@ -120,7 +120,7 @@ class Scenario:
         return self.program == "train_mlm.py"
 
     def finished(self, folder: Path) -> bool:
-        """Whether its output says that the work is done."""
+        """Whether the output is complete."""
         marks = {
             **{"train_mlm.py": ["out/run/run_record.json"], "finetune_glue.py": ["out/glue/summary.json"]},
             **{"tools/pack.py": [f"out/cache/*/{shard}.json" for shard in SHARDS]},
@@ -129,14 +129,14 @@ class Scenario:
         return all(any(folder.glob(mark)) for mark in marks[self.program])
 
     def remembered(self, folder: Path) -> bool:
-        """Whether its output says what it was made from: from then on, other flags and inputs are another run's."""
+        """Whether the output has a fingerprint of flags and inputs, after which another value is refused."""
         if self.program.endswith("pack.py"):
             return (folder / "out/cache/fingerprint.json").exists()
         marks = ("out/run/checkpoint-*/manifest.json", "out/glue/*/checkpoint-*/manifest.json")
         return any(path for mark in (*marks, "out/glue/*/run_record.json") for path in folder.glob(mark))
 
     def result(self, folder: Path) -> Result:
-        """What its output holds. Raises where the output cannot be read."""
+        """The content of the output. Raises if it cannot be read."""
         results = {
             **{"train_mlm.py": pretraining_result, "finetune_glue.py": glue_result},
             **{"tools/pack.py": cache_result, "tokenizer/train_tokenizer.py": tokenizer_result},
@@ -145,7 +145,7 @@ class Scenario:
 
 
 def pretraining_result(out: Path, name: str = "run") -> Result:
-    """Weights and other files of the finished run of that name, every logged step, the digest of the data."""
+    """Hashes of weights and other files, record, log entries and data digest of the finished run `name`."""
     run = out / name
     record = durable.read_json(run / "run_record.json")
     names = ("metrics", "metrics_by_source", "unigram_entropy", "steps", "tokens_seen", "skipped_steps", "stopped_by")
@@ -163,8 +163,8 @@ def pretraining_result(out: Path, name: str = "run") -> Result:
 
 
 def glue_result(out: Path) -> Result:
-    """Scores of all seeds, curves, weights and scores of the best epoch; best/ that its manifest contradicts is left
-    out, as whoever reads it is warned."""
+    """Scores and curves of all seeds, hashes of the best epoch's weights and scores. A best/ folder that does not match
+    its manifest is omitted, as its readers get a warning."""
     summary = durable.read_json(out / "glue" / "summary.json")
     found: Result = {"settings": summary["settings"], "picked": summary["picked"]}
     for path in sorted((out / "glue").glob("lr*/run_record.json")):
@@ -178,8 +178,8 @@ def glue_result(out: Path) -> Result:
 
 
 def cache_result(out: Path) -> Result:
-    """Every shard's blocks and counts; a shard that its checksum or a chunk's hash contradicts is left out, as whoever
-    reads it is refused."""
+    """Hashes of the blocks and counts of each shard. A shard that does not match its hashes is omitted, as its readers
+    get an error."""
     found: Result = {}
     for path in sorted(out.glob("cache/*/*.json")):
         try:
@@ -198,14 +198,14 @@ def tokenizer_result(out: Path) -> Result:
 
 
 def _timeless(value: Any) -> Any:
-    """A value of a record without the entries that depend on the clock, as a string that compares NaN too."""
+    """A record's value without timings, as JSON text, in which NaN equals NaN."""
     if isinstance(value, dict):
         value = {key: item for key, item in value.items() if not key.endswith(("runtime", "per_second"))}
     return json.dumps(value, sort_keys=True)
 
 
 def differences(wanted: Result, found: Result) -> list[str]:
-    """The names that the two results disagree in."""
+    """The names of values that differ."""
     return [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
 
 
@@ -250,7 +250,7 @@ def _pack(name: str, processes: int) -> Scenario:
 _TOKENIZER_FLAGS = ("--train_file", *(f"inputs/text/train{number}.parquet" for number in range(4)))
 _TOKENIZER_FLAGS += ("--validation_file", "inputs/text/validation.parquet", "--vocab_size", "400")
 _CACHE = ("--token_cache", "out/cache")
-_TWO = ("--per_device_train_batch_size", "4")  # on two processes four micro-batches a step
+_TWO = ("--per_device_train_batch_size", "4")  # four micro-batches per step on two processes
 _LAUNCH = ("-m", "accelerate.commands.launch")
 _SCRIPT = str(ROOT / "train_mlm.py")
 

@@ -1,8 +1,7 @@
-"""A start of a command: processes that are forked with everything imported, or a launcher; what it said, how it ended.
+"""Starts of a command, in forked processes with everything imported or through a launcher: output, exit codes, signals.
 
-A forked process runs the script's `main` under `exit_on_error` and ends as an interpreter ends. Two of them with the
-environment that a launcher gives are a run of two ranks; where one of them fails, the others are ended, as torchrun
-does.
+A forked process runs the script's `main` under `exit_on_error`, and exits as an interpreter does. Two of them with a
+launcher's environment variables form two ranks; if one fails, the others get SIGTERM, as from torchrun.
 """
 
 import atexit
@@ -29,13 +28,13 @@ ENVIRONMENT = {
     **{"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
 }
 POLL_S = 0.003
-_LINE = 100  # bytes of a line of the journal of file operations
+_LINE = 100  # bytes per line of the journal of file operations
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL for the ranks that outlive a failed rank
-# a launcher's report of a process that failed, or that it was told to stop
+# last lines of a launcher's own tracebacks
 _OF_LAUNCHER = ("ChildFailedError", "CalledProcessError", "SignalException")
-# what the communication library says in a rank whose peer is gone
+# errors of torch.distributed in a rank that lost its peer
 _PEER_GONE = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Connection refused|gloo|ProcessGroup|TCPStore|DistBackendError"
     r"|DistNetworkError|RendezvousConnectionError|failed to recv|Stop_waiting"
@@ -43,12 +42,12 @@ _PEER_GONE = re.compile(
 
 
 class Process:
-    """A child process with its output in a pipe, which is no file that a full disk would stop."""
+    """A forked process with its output in a pipe, which a full disk does not stop."""
 
     def __init__(self, run: Callable[[], None], group: int, log: Path):
         read, write = os.pipe()
-        self.begun, self.code, self.text = time.monotonic(), None, bytearray()  # code: as subprocess has it
-        self.signalled = False  # by a fault, or as a peer failed
+        self.begun, self.code, self.text = time.monotonic(), None, bytearray()  # code: as in subprocess
+        self.signalled = False  # by a fault, or after a peer failed
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, group)
@@ -62,7 +61,7 @@ class Process:
         self._pipe, self._log = read, log
 
     def poll(self) -> bool:
-        """Take what it has said; returns whether it still runs."""
+        """Read new output; returns whether the process is alive."""
         if self.code is not None:
             return False
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -77,13 +76,13 @@ class Process:
         return False
 
     def send(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process is alive."""
         self.signalled = True
         if self.code is None:
             os.kill(self.pid, number)
 
     def ending(self) -> str:
-        """How it ended: "ok", "line" (an error in a line), "signal" (one that was sent), "traceback", "no line"."""
+        """Kind of exit: "ok", "line" (an error message), "signal" (one that was sent), "traceback", "no line"."""
         found = tracebacks(self.text.decode(errors="replace"), peer_gone=self.signalled)
         if found:
             return "traceback"
@@ -96,8 +95,8 @@ class Process:
 
 
 def tracebacks(text: str, peer_gone: bool) -> list[str]:
-    """The last lines of the tracebacks in a log, without a launcher's report, and where a process was ended without
-    what its peers say of it."""
+    """The last lines of the tracebacks in a log, without those of launchers and, with `peer_gone`, without errors of
+    torch.distributed about a lost peer."""
     found, lines = [], [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
     for number, line in enumerate(lines):
         if not line.startswith("Traceback (most recent call last)"):
@@ -111,7 +110,7 @@ def tracebacks(text: str, peer_gone: bool) -> list[str]:
 
 
 def _run_and_exit(run: Callable[[], None]) -> None:
-    """Run as the main program of an interpreter that ends afterwards, without what the parent would do at its end."""
+    """Run as the main program of an interpreter: exit handlers of the child only, then exit."""
     code = 1
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
@@ -141,9 +140,8 @@ def free_port() -> int:
 
 
 class Start:
-    """One start of a scenario's command in `folder`, with `flags` behind its own; `file_bytes` limits the size of any
-    file that it writes, `operations` is how many file operations it makes in `out` before all its processes are killed
-    (forked processes only)."""
+    """A start of a scenario's command in `folder`, with the further `flags`. `file_bytes`: maximum size of a written
+    file. `operations`: number of file operations in `out` after which all processes are killed (forks only)."""
 
     def __init__(
         self,
@@ -157,7 +155,7 @@ class Start:
         self.argv, self.flags, self.folder, self.name = [*scenario.argv, *flags], flags, folder, name
         self.begun, self.ended_s, self._failed_s = time.monotonic(), None, None
         self.launched = bool(scenario.launcher)
-        self.known: set[int] = set()  # processes below the launcher, which may outlive it
+        self.known: set[int] = set()  # descendants of the launcher, which may outlive it
         environments: list[dict[str, str]] = [{}]
         if not self.launched and scenario.processes > 1:
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -174,11 +172,11 @@ class Start:
 
     @property
     def journal(self) -> Path:
-        """The file with a line for each of its file operations in `out`."""
+        """Path of the journal, a line per file operation in `out`."""
         return self.folder / f"{self.name}.journal"
 
     def running(self) -> bool:
-        """Whether a process of it runs; ends the ranks that a failed rank leaves."""
+        """Whether a process is alive; terminates the other ranks after one has failed."""
         alive = [process for process in self.processes if process.poll()]
         if alive and any(process.code for process in self.processes):
             self._failed_s = self._failed_s or time.monotonic()
@@ -192,21 +190,21 @@ class Start:
 
     @property
     def text(self) -> str:
-        """What its processes have said, the first process's output first."""
+        """Output of all processes, by rank."""
         return "".join(process.text.decode(errors="replace") for process in self.processes)
 
     def ranks(self) -> list[int]:
-        """The processes that train: those of the launcher, or the forked ones."""
+        """PIDs of the ranks: the launcher's children, or the forked processes."""
         if not self.launched:
             return [process.pid for process in self.processes if process.code is None]
         return [child.pid for child in _children(self.processes[0].pid) if _is_script(child)]
 
     def helpers(self) -> list[int]:
-        """The data workers and packing processes."""
+        """PIDs of data workers and packing processes."""
         return [child.pid for rank in self.ranks() for child in _children(rank) if _is_helper(child)]
 
     def kill(self, pids: list[int], number: int, only_a_helper: bool = False) -> None:
-        """Send a signal to some of its processes. A rank whose data worker was killed must still end with a line."""
+        """Send a signal to some processes. A rank that loses a data worker must still end with a message."""
         for process in self.processes:
             process.signalled = process.signalled or not only_a_helper
         for pid in pids:
@@ -214,7 +212,7 @@ class Start:
                 os.kill(pid, number)
 
     def tree(self) -> list[int]:
-        """All processes that live: of a launcher, also those that outlive it."""
+        """PIDs of all living processes, orphans of a launcher included."""
         if self.launched:
             self.known |= {child.pid for child in _children(self.processes[0].pid, recursive=True)}
         groups = {process.pid for process in self.processes}
@@ -222,7 +220,7 @@ class Start:
         return sorted({*mine, *(pid for pid in self.known if _lives(pid))})
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill all processes."""
         while left := self.tree():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -236,7 +234,7 @@ class Start:
 
 
 def _program(scenario, start: "Start", environment: dict[str, str], file_bytes: int | None, operations: int | None):
-    """What a forked process does: the script's `main`, or the launcher in its place."""
+    """The function of a forked process: the script's `main`, or exec of the launcher."""
     argv = start.argv
 
     def run() -> None:
@@ -245,7 +243,7 @@ def _program(scenario, start: "Start", environment: dict[str, str], file_bytes: 
         if file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         if scenario.launcher:
-            if scenario.processes == 1:  # `set_up_process` would take all for this case
+            if scenario.processes == 1:  # `set_up_process` would use all cores
                 os.sched_setaffinity(0, [random.choice(sorted(os.sched_getaffinity(0)))])
             command = [sys.executable, *scenario.launcher, *argv]
             os.execv(command[0], command)
@@ -257,9 +255,8 @@ def _program(scenario, start: "Start", environment: dict[str, str], file_bytes: 
 
 
 def _watch_files(folder: Path, journal: Path, operations: int | None) -> None:
-    """Note in `journal` each file operation below `folder` that this process and its forks are about to make, as
-    Python's audit events tell them (native code that writes is not seen); kill the process group at the one whose
-    number is `operations`."""
+    """Write each file operation of this process and its forks below `folder` to `journal`, by Python's audit events
+    (which miss native code); kill the process group before operation number `operations`."""
     stream = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     below = f"{folder}/"
 
@@ -290,7 +287,7 @@ def _is_script(process: psutil.Process) -> bool:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """Data workers and packing processes are forks of their trainer."""
+    """Whether a child of a rank is a data worker or packing process, and no `git`."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != "zombie" and "git" not in process.name()
     return False

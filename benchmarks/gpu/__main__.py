@@ -1,15 +1,15 @@
-"""A small RoBERTa, base's profile and fp16 on one GPU in eight minutes, without a network; or a list of small runs.
+"""GPU benchmark, offline: trains a small RoBERTa, profiles RoBERTa-base, tests fp16; or runs an experiment list.
 
-    python -m benchmarks.gpu --minutes 8                # or: make gpu; needs a folder that benchmarks.gpu.carry made
-    python -m benchmarks.gpu --finetune --minutes 4     # on the same machine, after it
+    python -m benchmarks.gpu --minutes 8                # or: make gpu; needs the folder of benchmarks.gpu.carry
+    python -m benchmarks.gpu --finetune --minutes 4     # afterwards, on the same machine
     python -m benchmarks.gpu --list presets/experiments/mini_length.yaml --minutes 9
     python -m benchmarks.gpu --finetune --model list/mimetic_40_bias/seed-2/run --minutes 4  # a run of the list
-    python -m benchmarks.gpu --dry_run                  # the parts, and what is to be carried; needs no GPU
+    python -m benchmarks.gpu --dry_run                  # lists parts and files to carry; needs no GPU
 
-Each part has an end of its own. `--output_dir` gets at most eight files below 16 MiB: results.json, written after each
-part, records.tar.xz (logs, run records, curve, tokenizer, as results/report.py --add takes them once unpacked), and the
-weights in bf16. A part that fails leaves the end of its log there and stops no other. The exit code is 1 where a part
-failed, 2 where nothing could be run. results/gpu_h200.json has the figures of one H200.
+Each part has a time limit. `--output_dir` gets at most eight files below 16 MiB: results.json, updated after each part,
+records.tar.xz (logs, run records, curve, tokenizer; unpacked, for results/report.py --add), and the weights in bf16.
+After a failed part, with the tail of its log in results.json, the others still run. The exit code is 1 if a part
+failed, 2 if nothing could be run. results/gpu_h200.json has the figures of one H200.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WHEELS = (
     "multiprocess==0.70.19"
 )
 CARRY = f"""
-To carry beside the repository, for a machine with Python 3.12, torch 2.11, transformers 5.17 and what it needs:
+To carry with the repository, for a machine with Python 3.12, torch 2.11, transformers 5.17 and its dependencies:
     python -m benchmarks.gpu.carry --data DIR --output {{carried}}
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest {{carried}}/wheels \\
@@ -42,31 +42,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
-    parser.add_argument("--list", help="an experiment list to run in place of the parts, its rows side by side (MPS)")
-    parser.add_argument("--finetune", action="store_true", help="fine-tune what an earlier command trained")
-    parser.add_argument("--model", default=MODEL, help="what to fine-tune: a folder below --work_dir")
-    parser.add_argument("--carried", type=Path, default=Path("runs/gpu_carried"), help="folder that was carried")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of all parts")
+    parser.add_argument("--list", help="an experiment list to run instead, its rows in parallel (MPS)")
+    parser.add_argument("--finetune", action="store_true", help="fine-tune the model of an earlier command")
+    parser.add_argument("--model", default=MODEL, help="model to fine-tune: a folder in --work_dir")
+    parser.add_argument("--carried", type=Path, default=Path("runs/gpu_carried"), help="carried folder")
     parser.add_argument("--work_dir", type=Path, default=Path("runs/gpu_work"), help="runs, logs, packed text")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/gpu"), help="results: a few small files")
-    parser.add_argument("--tiny", action="store_true", help="for its test: all of it on a CPU, with tiny models")
-    parser.add_argument("--dry_run", action="store_true", help="print parts and what is to be carried, run nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, for tests")
+    parser.add_argument("--dry_run", action="store_true", help="only list parts and files to carry")
     return parser.parse_args(argv)
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Callable[[Work], Any]]:
     """The parts after `install`, by name."""
-    from benchmarks.gpu import parts  # which needs what `install` installed
+    from benchmarks.gpu import parts  # needs the packages of `install`
 
     return parts.FINE_TUNING if args.finetune else parts.LIST if args.list else parts.PRETRAINING
 
 
 def describe(args: argparse.Namespace) -> None:
-    """Print the parts with their seconds, and what is to be carried with the commands that fetch it."""
+    """Print the parts with their time limits, and the commands that fetch the files to carry."""
     from benchmarks.gpu import parts
 
     for name, function in {"install": install, **chosen(args)}.items():
-        limit = f"at most {parts.SECONDS[name]:.0f} s" if name in parts.SECONDS else "what is left"
+        limit = f"at most {parts.SECONDS[name]:.0f} s" if name in parts.SECONDS else "the rest"
         print(f"{name:<10} {limit:<14} {function.__doc__}")
     print(CARRY.format(carried=args.carried))
 

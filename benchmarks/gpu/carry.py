@@ -1,10 +1,9 @@
-"""The folder that goes to a machine without a network: text, tokenizer, BLiMP, GLUE, SQuAD; pip adds the wheels.
+"""Make the data folder for an offline GPU machine: text, tokenizer, BLiMP, GLUE, SQuAD; pip adds the wheels.
 
     python -m benchmarks.gpu.carry --data DIR --output runs/gpu_carried
 
-DIR holds pretrain/<domain>/{train,valid}-*.parquet (the domains of presets/corpus/five_domains.yaml, a row a document,
-column `text`), glue/{CoLA,MRPC,SST-2}/{train,dev}.tsv (GLUE's official files), squad/v1.1/{train,dev}.json and
-blimp/*.jsonl (BLiMP's).
+DIR has pretrain/<domain>/{train,valid}-*.parquet (the domains of presets/corpus/five_domains.yaml, a document per row,
+column `text`), glue/{CoLA,MRPC,SST-2}/{train,dev}.tsv, squad/v1.1/{train,dev}.json and blimp/*.jsonl (official files).
 
     <output>/text/<domain>/{train,valid}-*.jsonl.bz2   the first documents of each file, the same share of each domain
     <output>/tokenizer                                 trained on this text
@@ -39,8 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks.gpu.carry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with pretrain, glue and blimp")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_carried"), help="folder to make")
-    parser.add_argument("--text_mb", type=float, default=154, help="MB of text, before it is compressed")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_carried"), help="new folder")
+    parser.add_argument("--text_mb", type=float, default=154, help="MB of uncompressed text")
     parser.add_argument("--vocab_size", type=int, default=16384, help="entries of the tokenizer")
     args = parser.parse_args(argv)
     if (args.output / "text").exists():
@@ -58,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_text(source: Path, target: Path, most_bytes: float) -> None:
-    """The first documents of every training file, an equal share of each that is `most_bytes` of UTF-8 in all, and all
-    of validation. Raises `InputError` for a domain without files."""
+    """Write the first documents of each training file, the same share of each, `most_bytes` of UTF-8 in all, and all
+    validation files. Raises `InputError` for a domain without files."""
     domains = [entry["name"] for entry in load_yaml(CORPUS)["sources"]]
     files = {path: target / name for name in domains for path in _files(source / name)}
     sizes = {path: sum(len(text.encode()) for text in _texts(path)) for path in files}
@@ -88,7 +87,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def write_tasks(data: Path, path: Path) -> None:
-    """`tasks.tar.xz` of GLUE's labelled splits, SQuAD's files and the beginning of each BLiMP file."""
+    """Write `tasks.tar.xz`: GLUE's labelled splits, SQuAD, and the first `PAIRS` pairs of each BLiMP file."""
     with tarfile.open(path, "w:xz", preset=9) as archive:
         for name, split in itertools.product(GLUE, ("train", "dev")):
             archive.add(data / "glue" / name / f"{split}.tsv", f"glue/{name}/{split}.tsv")
@@ -102,7 +101,7 @@ def write_tasks(data: Path, path: Path) -> None:
 
 
 def sizes(folder: Path) -> list[str]:
-    """Bytes of each entry of the folder, a line each, and of all."""
+    """Lines with the sizes of the folder's entries, and the total."""
     of = {
         entry.name: sum(path.stat().st_size for path in (entry, *entry.rglob("*")) if path.is_file())
         for entry in sorted(folder.iterdir())

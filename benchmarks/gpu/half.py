@@ -1,7 +1,6 @@
-"""fp16 on a GPU: overflow of the loss scale, SIGKILL and resuming, bit for bit.
+"""fp16 tests on a GPU: overflow of the loss scale; resuming after SIGKILL, bit for bit.
 
-They train a small model (presets/mlm/roberta_tiny.yaml) on the text that is packed already, as what they
-show does not depend on its size.
+They train a small model (presets/mlm/roberta_tiny.yaml) on the packed text.
 """
 
 import json
@@ -19,31 +18,30 @@ from roberta_recipe.training.checkpoint import newest_first
 
 RATE = 1e-3
 STEPS = 60  # optimizer steps
-# no warm-up, so that the rate says how many steps were taken: it is RATE x (1 - taken / all)
+# without warm-up, the learning rate counts the steps that were not skipped: RATE x (1 - taken / all)
 FLAGS = f"""--fp16 true --learning_rate {RATE} --warmup_steps 0 --lr_scheduler_type linear --logging_steps 1
 --eval_strategy no --max_eval_samples 64 --save_strategy steps --save_steps 5 --save_total_limit 100
 --disable_tqdm true --full_determinism true --report_to none""".split()
-TOO_HIGH = 2.0**40  # a loss scale at which gradients overflow in half precision
+TOO_HIGH = 2.0**40  # a loss scale with which fp16 gradients overflow
 COMPARED = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "loss_scale", "digest")
 
 
 def command(work: Work, name: str, scaler: dict[str, float]) -> list[str]:
-    """The command that trains in fp16 into `<folder>/<name>`, with the first loss scale and its growth as in
-    `scaler`."""
+    """The command of an fp16 run in `<folder>/<name>`, with the arguments `scaler` of `GradScaler`."""
     inside = ["benchmarks/gpu/inside.py", json.dumps(scaler), *FLAGS, "--max_steps", str(STEPS)]
     shape = ["--config_overrides", f"vocab_size={work.vocab_size},max_position_embeddings=130"]
     return [*inside, *work.text, *shape, "--output_dir", str(work.folder / name)]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The log lines of a finished run that have a loss."""
+    """The training log entries of a finished run."""
     log = durable.read_json(newest_first(run)[0] / "trainer_state.json")["log_history"]
     return [{key: entry.get(key) for key in COMPARED} for entry in log if "loss" in entry]
 
 
 def promises(run: Path, steps: int, first_scale: float) -> Outcome:
-    """What every fp16 run must show: the loss falls; as many steps are skipped as the loss scale was halved (it grows
-    after 2,000 steps); the rate stays at a skipped step and falls at every other."""
+    """Properties of every fp16 run: the loss falls; the loss scale was halved once per skipped step (it grows after
+    2,000 steps); the learning rate stays the same at skipped steps and falls at others."""
     log, record = history(run), durable.read_json(run / RECORD_NAME)
     halvings = round(math.log2(first_scale / log[-1]["loss_scale"]))
     skipped, rates_hold = 0, True
@@ -69,13 +67,13 @@ def promises(run: Path, steps: int, first_scale: float) -> Outcome:
 
 
 def weights_changed(run: Path, first: int, second: int) -> bool:
-    """Whether the weights of two checkpoints differ in a bit."""
+    """Whether the weights of two checkpoints differ."""
     files = [run / f"checkpoint-{step}" / "model.safetensors" for step in (first, second)]
     return durable.sha256(files[0]) != durable.sha256(files[1])
 
 
 def overflow(work: Work, end_s: float) -> Outcome:
-    """A loss scale of 2^40: gradients overflow, weights stay, the scale is halved until it fits."""
+    """From a loss scale of 2^40: gradients overflow, weights stay, the scale is halved until gradients are finite."""
     run = work.run("overflow", command(work, "overflow", {"init_scale": TOO_HIGH}), end_s)
     passed, figures = promises(run, STEPS, TOO_HIGH)
     early, late = weights_changed(run, 5, 10), weights_changed(run, STEPS - 5, STEPS)
@@ -84,7 +82,7 @@ def overflow(work: Work, end_s: float) -> Outcome:
 
 
 def resume(work: Work, end_s: float) -> Outcome:
-    """Killed with SIGKILL and started again, a run is the same run, bit for bit, with its loss scale and its growth."""
+    """A run resumed after SIGKILL equals an uninterrupted one, bit for bit, with growth of the loss scale."""
     scaler = {"init_scale": 2.0**30, "growth_interval": 7}
     whole = work.run("whole", command(work, "whole", scaler), end_s)
     process = work.start("killed", command(work, "killed", scaler))
@@ -104,7 +102,7 @@ def resume(work: Work, end_s: float) -> Outcome:
 
 
 def kill_after(process: subprocess.Popen, run: Path, checkpoint: str, end_s: float) -> None:
-    """SIGKILL to a run once it has written a checkpoint. Raises `RunError` where it ended before, or at `end_s`."""
+    """SIGKILL to a run after a checkpoint. Raises `RunError` if it ends before, or at `end_s`."""
     try:
         while not (run / checkpoint).exists() and process.poll() is None and time.monotonic() < end_s:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""`train_mlm.py` with the first loss scale and its growth as in a JSON object, for which it has no flags.
+"""`train_mlm.py` with arguments of `GradScaler`, as a JSON object, in front of its flags.
 
 python benchmarks/gpu/inside.py '{"init_scale": 1099511627776.0}' --fp16 true ...
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of a run that is to be the same, bit for bit
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for determinism
 
 import accelerate
 

@@ -1,5 +1,5 @@
-"""The parts of `make gpu` after `install`: machine, profile, training with fp16 beside it, evaluation; a list of runs;
-fine-tuning."""
+"""Parts of `make gpu` after `install`: machine, profile, training with fp16 tests in parallel, evaluation; experiment
+list; fine-tuning."""
 
 import contextlib
 import re
@@ -27,19 +27,19 @@ from roberta_recipe.record import git_commit, versions
 from roberta_recipe.settings import load_yaml
 
 PRESET = "presets/mlm/roberta_h100.yaml"
-# seconds at most; training has the rest
+# time limits in seconds; training gets the rest
 SECONDS = {"profile": 90.0, "evaluate": 30.0}
 START_S, END_S = 20.0, 12.0  # of training: before its first step, after its last
 COPY_BYTES = 2**31
-PART_BYTES = 15_000_000  # of the weights: a file that comes back has at most 16 MiB
-FILES = 5  # of weights of a list: eight come back
+PART_BYTES = 15_000_000  # of the weights, as output files are limited to 16 MiB
+FILES = 5  # files of weights of a list, of eight output files
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 TINY_TRAINING = """--max_steps 6 --warmup_steps 2 --global_batch_size 8 --per_device_train_batch_size 8
 --logging_steps 1 --per_device_eval_batch_size 4 --max_eval_samples 16 --eval_steps 3 --save_steps 3
 --dataloader_num_workers 1 --use_cpu true"""
-# Ten processes side by side on an H200 took 64 ms a step each, whatever its tokens (390 to 2,350), and 1.5 s an
-# evaluation with its checkpoint
-TUNED = {  # by the name of its results: the preset, and its flags
+# Ten parallel processes on an H200 took 64 ms per step each, for 390 to 2,350 tokens, and 1.5 s per evaluation with
+# checkpoint
+TUNED = {  # name of the results -> (preset, flags)
     "cola": ("glue/cola", "--num_train_epochs 3 --global_batch_size 64 --per_device_train_batch_size 64"),
     "mrpc": ("glue/mrpc", "--num_train_epochs 5 --global_batch_size 32 --per_device_train_batch_size 32"),
     "sst2_1000": (
@@ -58,7 +58,7 @@ TINY_TUNING = """--use_cpu true --seeds 1 2 --num_train_epochs 1 --max_train_sam
 
 
 def measure_machine(work: Work) -> Outcome:
-    """Versions, card, open files, shared memory; rates of copies and of matrix products."""
+    """Versions, GPU, open-file limit, shared memory; rates of copies and of matrix products."""
     check_trainer()
     work.results |= {"versions": versions(), "commit": git_commit(), "machine": hardware.describe_machine()}
     figures: dict[str, Any] = {
@@ -74,7 +74,7 @@ def measure_machine(work: Work) -> Outcome:
 
 
 def check_trainer() -> None:
-    """Raise `RunError` for another transformers than requirements.txt pins: our trainers depend on private methods."""
+    """Raise `RunError` unless transformers has the pinned version, as our trainers depend on private methods."""
     pinned = re.search(r"^transformers==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
     if transformers.__version__ != pinned:
         wanted = f"transformers {transformers.__version__} is installed, and requirements.txt pins {pinned}"
@@ -82,7 +82,7 @@ def check_trainer() -> None:
 
 
 def copy_rate() -> float:
-    """Bytes read and written per second, of a copy on the GPU."""
+    """Memory bandwidth of a copy on the GPU: bytes read and written per second."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target, seconds = torch.empty_like(source), []
     for _ in range(5):
@@ -95,9 +95,9 @@ def copy_rate() -> float:
 
 
 def profiled(work: Work) -> Outcome:
-    """Base at 512 tokens, by variant (`benchmarks.gpu.profile`); the text is packed meanwhile."""
+    """RoBERTa-base at 512 tokens, by variant (`benchmarks.gpu.profile`); packs the text in parallel."""
     start_s, output = time.monotonic(), work.folder / "profile.json"
-    cores = max(1, hardware.cpu_cores() - 4)  # some are left to what is measured
+    cores = max(1, hardware.cpu_cores() - 4)  # some are left for the profile
     tool = ["tools/pack.py", "--config", PRESET]
     packing = work.start("pack", [*tool, *work.text, "--num_proc", str(cores)])
     flags = ["--tokenizer", str(work.tokenizer), "--output", str(output), *["--tiny"] * work.tiny]
@@ -107,7 +107,7 @@ def profiled(work: Work) -> Outcome:
         work.run(
             "profile", ["-m", "benchmarks.gpu.profile", *flags], start_s + (3 if work.tiny else 1) * SECONDS["profile"]
         )
-    except RunError as failed:  # what was measured before is there
+    except RunError as failed:  # earlier variants are in `output`
         error = failed.args[0]
     work.wait("pack", packing, work.end_s)
     found = durable.read_json(output) if output.exists() else {}
@@ -115,7 +115,7 @@ def profiled(work: Work) -> Outcome:
 
 
 def train(work: Work) -> Outcome:
-    """`roberta_h100`, stopped halfway on the unigram plateau; beside it fp16: overflow, a kill, resuming."""
+    """Train `roberta_h100`, stopped halfway if on the unigram plateau; fp16 tests (`half`) in parallel."""
     end_s = work.end_s - SECONDS["evaluate"]
     profile = work.results["parts"]["profile"]["figures"]
     compiled = "error" not in profile.get("same_losses", {"error": "not measured"})
@@ -145,26 +145,26 @@ def train(work: Work) -> Outcome:
 
 
 def on_plateau(work: Work) -> bool:
-    """Whether the newest validation loss in the log of training is above the unigram entropy there."""
+    """Whether the latest validation loss in the training log is above the unigram entropy."""
     log = work.log(work.model.name).read_text()
     losses = re.findall(r"validation  loss ([\d.]+)", log)
     return bool(losses) and float(losses[-1]) > float(re.search(r"unigram entropy ([\d.]+)", log)[1])
 
 
 def half_precision(work: Work, end_s: float) -> dict[str, Any]:
-    """The results of fp16; of a CPU none."""
+    """Results of the fp16 tests, "not run" on a CPU."""
     found = {}
     for name, function in {"overflow": half.overflow, "resume": half.resume}.items():
         try:
             passed, figures = function(work, end_s) if not work.tiny else (None, {"why": "fp16 needs a GPU"})
             found[name] = {"result": {True: "passed", False: "FAILED", None: "not run"}[passed], "figures": figures}
-        except Exception as error:  # it stops neither the other nor training
+        except Exception as error:  # the other test and training go on
             found[name] = {"result": "FAILED", "why": f"{type(error).__name__}: {error}"}
     return found
 
 
 def evaluate(work: Work) -> Outcome:
-    """BLiMP beside random weights; the weights in bf16, in pieces, in the output folder."""
+    """BLiMP of the model and of random weights; exports the weights."""
     flags = ["--model_name_or_path", str(work.model), "--data_dir", str(work.folder / "tasks" / "blimp")]
     process = work.start("blimp", ["tools/blimp.py", *flags, "--pairs", str(2 if work.tiny else PAIRS), "--bf16"])
     export(work.model, work.output, "model")
@@ -176,7 +176,7 @@ def evaluate(work: Work) -> Outcome:
 
 
 def export(model: Path, output: Path, name: str) -> None:
-    """The weights in bf16, `<name>.safetensors` cut into pieces of `PART_BYTES`, of which `cat` makes the file."""
+    """Write the weights in bf16 as parts of `<name>.safetensors`, to be joined by `cat`."""
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
     content = save(weights, metadata={"format": "pt"})
     for number, start in enumerate(range(0, len(content), PART_BYTES)):
@@ -184,7 +184,7 @@ def export(model: Path, output: Path, name: str) -> None:
 
 
 def run_list(work: Work) -> Outcome:
-    """The rows of an experiment list, side by side, until the time is over; their table, weights of the first seed."""
+    """Rows of an experiment list in parallel, until the time limit; then the table, and weights of the first seed."""
     listed, folder, text = load_yaml(work.listed), work.folder / "list", named(work.text)
     listed["output_dir"] = str(folder)
     listed["flags"] = {**listed.get("flags", {}), **text, "disable_tqdm": True}
@@ -212,13 +212,13 @@ def run_list(work: Work) -> Outcome:
 
 
 def named(words: list[str]) -> dict[str, str]:
-    """The values of "--flag value ..." by flag."""
+    """A command line "--flag value ..." as a dict."""
     return {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
 
 
 @contextlib.contextmanager
 def side_by_side() -> Iterator[None]:
-    """Kernels of several processes at once on the GPU: NVIDIA's multi-process service, where it is installed."""
+    """Context with NVIDIA's multi-process service (MPS), if it is installed: kernels of several processes overlap."""
     if service := shutil.which("nvidia-cuda-mps-control"):
         subprocess.run([service, "-d"], check=False)
     try:
@@ -229,7 +229,7 @@ def side_by_side() -> Iterator[None]:
 
 
 def fine_tune(work: Work) -> Outcome:
-    """Every task of `TUNED` from the trained model and from random weights, side by side, until the time is over."""
+    """Fine-tune on each task of `TUNED`, from the model and from random weights, in parallel, until the time limit."""
     processes = {}
     for name, (preset, own) in TUNED.items():
         kind = preset.partition("/")[0]
@@ -243,7 +243,7 @@ def fine_tune(work: Work) -> Outcome:
     for twin, process in processes.items():
         try:
             work.wait(f"tuned_{twin}", process, work.end_s - 5)
-        except RunError as error:  # the seeds that have ended count
+        except RunError as error:  # finished seeds count
             ended = False
             work.results.setdefault("not_ended", {})[twin] = [str(line) for line in error.args]
         figures[twin] = seeds_of(work, twin)
@@ -251,7 +251,7 @@ def fine_tune(work: Work) -> Outcome:
 
 
 def seeds_of(work: Work, name: str) -> dict[str, Any]:
-    """Median and scores of the seeds that have ended, of the task's own metric."""
+    """Median and scores (the task's metric) of the finished seeds."""
     scores = {}
     for path in sorted((work.folder / "tuned" / name).glob("*/run_record.json")):
         record = durable.read_json(path)

@@ -1,9 +1,9 @@
-"""RoBERTa base on one GPU in bf16, 512 tokens: tokens/s, utilisation, memory, synchronisations, kernels, by variant.
+"""Profile of RoBERTa-base in bf16 on one GPU: tokens/s, utilisation, memory, synchronisations, kernels, by variant.
 
     python -m benchmarks.gpu.profile --tokenizer DIR --matrix_rate 8e14 --output profile.json
 
-Directly on the model, without Trainer: random ids, masks of the real collator, AdamW. Varlen attention beside SDPA, and
-the losses of the compiled encoder beside the plain one. The file is written after each variant.
+Training steps without Trainer: random ids, masks of the recipe's collator, AdamW. Also compares gradients of varlen and
+SDPA, and losses of the compiled encoder and the plain one. The output file is updated after each variant.
 """
 
 import argparse
@@ -40,13 +40,13 @@ Figures = dict[str, Any]
 
 
 class Variant(NamedTuple):
-    """A way of training. Rows fill the length to 94% or more, or are `mixed`: of an eighth of it to all of it."""
+    """A training variant. Rows have 94 to 100% of the maximum length or, if `mixed`, 12.5 to 100%."""
 
     dropout: bool = False
     mixed: bool = False
     attention: str = "sdpa"
     compiled: bool = False
-    kernels: bool = False  # the slowest are listed
+    kernels: bool = False  # whether to list the slowest kernels
 
 
 VARIANTS = {
@@ -59,7 +59,7 @@ VARIANTS = {
 
 
 class Batch(NamedTuple):
-    """What the model gets, on the device; how many positions are no padding, and how many are predicted."""
+    """Model inputs on the device, number of tokens without padding, number of predicted positions."""
 
     inputs: dict[str, torch.Tensor]
     tokens: int
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
 
 class Bench:
-    """The recipe's model, collator and loss, on batches of random ids."""
+    """The recipe's model, collator and loss with batches of random ids."""
 
     def __init__(self, tokenizer: str, matrix_rate: float, tiny: bool):
         self.tokenizer, self.matrix_rate = tokenization.load_tokenizer(tokenizer), matrix_rate
@@ -79,7 +79,7 @@ class Bench:
         self.shape = {"vocab_size": math.ceil(len(self.tokenizer) / multiple) * multiple, **(TINY if tiny else {})}
 
     def build(self, variant: Variant, half: bool = True, **shape: Any) -> tuple[torch.nn.Module, MlmCollator]:
-        """Model, its weights the same for every variant, and collator."""
+        """(model, collator) of a variant; the weights are the same for all."""
         dropout = {} if variant.dropout else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         overrides = ",".join(f"{name}={value}" for name, value in (self.shape | dropout | shape).items())
         flags = [*self.flags, "--config_overrides", overrides, "--attn_implementation", variant.attention]
@@ -95,7 +95,7 @@ class Bench:
         rng, batches = np.random.default_rng(0), []
         for number in range(count):
             lengths = rng.integers(self.length // 8 if mixed else self.length * 15 // 16, self.length, rows)
-            lengths[0] = self.length  # so that all batches have one shape
+            lengths[0] = self.length  # the same shape for all batches
             blocks = [rng.integers(5, len(self.tokenizer), length) for length in lengths]
             of = [Block({"input_ids": ids}, rows * number + row) for row, ids in enumerate(blocks)]
             batch = collator(of)
@@ -106,7 +106,7 @@ class Bench:
         return batches
 
     def loss(self, model: torch.nn.Module, batch: Batch, half: bool = True) -> torch.Tensor:
-        """The mean loss of a batch in nats."""
+        """Mean loss of a batch, nats."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             return model(**batch.inputs).loss_sums["mlm"] / batch.targets
 
@@ -115,7 +115,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def measure(self, variant: Variant) -> Iterator[Figures]:
-        """The figures of a variant, those that may fail last."""
+        """Figures of a variant, in an order in which failures come last."""
         model, collator = self.build(variant)
         batches = self.batches(collator, 4, self.rows, variant.mixed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
@@ -124,7 +124,7 @@ class Bench:
             loss = self.loss(model, batches[number % len(batches)])
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)  # the estimate's peak is of a backward pass that adds to gradients
+            optimizer.zero_grad(set_to_none=False)  # the estimate's peak includes existing gradients
             return loss.detach()
 
         hardware.reset_peak_memory()
@@ -161,8 +161,8 @@ class Bench:
             yield {"kernels": slowest_kernels(step, self.device)}
 
     def varlen_errors(self) -> Iterator[Figures]:
-        """Varlen attention and SDPA in bf16, each beside SDPA in fp32: relative errors of loss and gradient, of two
-        layers on rows of mixed length. Raises `ValueError` where varlen's are more than twice SDPA's."""
+        """Relative errors of loss and gradient in bf16, of varlen attention and of SDPA, against SDPA in fp32: two
+        layers, rows of mixed length. Raises `ValueError` if varlen's error is more than twice SDPA's."""
         exact = self._loss_and_gradient(Variant(), half=False)
         errors = {}
         for name in ("sdpa", "varlen"):
@@ -171,7 +171,7 @@ class Bench:
                 errors[f"{name}_{what}"] = ((ours - wanted).norm() / wanted.norm()).item()
         yield errors
         if not errors["varlen_gradient"] <= 2 * errors["sdpa_gradient"]:
-            raise ValueError("varlen is not as exact as SDPA")
+            raise ValueError("varlen is less exact than SDPA")
 
     def _loss_and_gradient(self, variant: Variant, half: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         model, collator = self.build(variant, half, num_hidden_layers=2)
@@ -182,7 +182,7 @@ class Bench:
 
 
 def synchronisations(call: Callable[[], Any]) -> dict[str, int]:
-    """How often `call` makes the processor wait for the GPU, by the Python line that does."""
+    """Number of synchronisations with the GPU in `call`, by Python line."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -195,7 +195,7 @@ def synchronisations(call: Callable[[], Any]) -> dict[str, int]:
 
 
 def control() -> Iterator[Figures]:
-    """A synchronisation that must be counted. Raises `ValueError` where it is not."""
+    """Check of `synchronisations` itself. Raises `ValueError` if it misses one."""
     found = synchronisations(torch.zeros((), device="cuda").item)
     yield {"synchronisations": found}
     if not found:
@@ -203,7 +203,7 @@ def control() -> Iterator[Figures]:
 
 
 def slowest_kernels(step: Callable[[int], Any], device: torch.device) -> list[tuple[str, float, int]]:
-    """(name, ms in all, calls) of the kernels of `PROFILED` steps; on a CPU of PyTorch's operators."""
+    """(name, total ms, calls) of the slowest kernels in `PROFILED` steps; on a CPU, of PyTorch's operators."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
         for number in range(PROFILED):
@@ -217,8 +217,8 @@ def slowest_kernels(step: Callable[[int], Any], device: torch.device) -> list[tu
 
 
 def same_losses(found: dict[str, Figures]) -> Iterator[Figures]:
-    """The compiled encoder's losses beside the plain one's, from the same weights on the same batches. Raises
-    `ValueError` where they differ."""
+    """Relative differences of losses, compiled and plain, with the same weights and batches. Raises `ValueError` above
+    `SAME_LOSS`."""
     pairs = zip(found["compiled"]["losses"], found["without_dropout"]["losses"], strict=True)
     differences = [abs(ours / plain - 1) for ours, plain in pairs]
     yield {"relative_differences": differences}
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     bench = Bench(args.tokenizer, args.matrix_rate, args.tiny)
     found: dict[str, Figures] = {}
     calls = {name: functools.partial(bench.measure, variant) for name, variant in VARIANTS.items()}
-    compiled = calls.pop("compiled")  # the last, as it takes longest
+    compiled = calls.pop("compiled")  # last, as it takes longest
     if args.tiny:  # varlen attention is for GPUs
         calls.pop("varlen")
     else:
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             for figures in call():
                 found[name] |= figures
-        except Exception as error:  # it stops no other
+        except Exception as error:  # the other variants still run
             found[name]["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
         found[name]["seconds"] = round(time.perf_counter() - begun_s, 1)
         clear_device_cache(garbage_collection=True)
