@@ -45,7 +45,7 @@ torch.set_num_threads(1)
 
 
 def connect(self, address, connect=socket.socket.connect):
-    """Tests reach this machine alone, as if it were unplugged."""
+    """Refuse connections to other machines, as without a network."""
     if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("localhost", "127.0.0.1", "::1"):
         raise OSError(f"a test connects to {address}")
     return connect(self, address)
@@ -55,7 +55,7 @@ socket.socket.connect = connect
 
 
 def savefig(figure, path, savefig=Figure.savefig, **options):
-    """Loss curves, 0.3 s each, are drawn in test_plots.py and by scripts in a process of their own alone."""
+    """Replaces the drawing of loss curves, 0.3 s each, except in test_plots.py and in subprocesses."""
     if Path(path).name == CURVE_NAME:
         Path(path).write_bytes(b"not drawn")
     else:
@@ -68,7 +68,7 @@ hypothesis.settings.load_profile("suite")
 
 
 def corpus_of(name, sources, **settings):
-    """A corpus with its files found and hashed, as a run has it; the hashes are kept nowhere."""
+    """A resolved corpus with hashed files; the hashes are not cached."""
     return corpora.hash_files(corpora.resolve(corpora.Corpus(name, sources, **settings)), cache_folder=os.devnull)
 
 
@@ -80,14 +80,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """Modules live as long as the process: without them, accelerate's `gc.collect` at the start and end of each run
-    takes 0.01 s instead of 0.1."""
+    """Exempt imported modules from garbage collection, so that accelerate's `gc.collect` at the start and end of each
+    run takes 0.01 s instead of 0.1."""
     gc.collect()
     gc.freeze()
 
 
 def run_python(*argv, cwd, env=None):
-    """Run a Python process; returns its exit code and output. Fails the test after five minutes."""
+    """Run a Python process; returns (exit code, output). Times out after five minutes."""
     return subprocess.run(
         [sys.executable, *map(str, argv)],
         cwd=cwd,
@@ -100,7 +100,7 @@ def run_python(*argv, cwd, env=None):
 
 
 class Forked:
-    """A child of this process that runs `call()` as a script would; `end()` gives its exit code, `log` its output."""
+    """A forked child process that runs `call()` as a script would; `end()` returns its exit code, `log` its output."""
 
     def __init__(self, call, log, **env):
         self.log_path = Path(log)
@@ -136,7 +136,7 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
     def end(self, timeout_s=100):
-        """Its exit code (a signal's is negative); fails the test where it does not end."""
+        """The exit code (negative for a signal); fails the test after a timeout."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -149,7 +149,7 @@ class Forked:
 
 
 def forked_ranks(call, folder, processes=2, **env):
-    """`call(rank)` in each of the processes of a run on the CPU, as a launcher starts them; logs in `folder`."""
+    """Run `call(rank)` in forked processes with a launcher's environment, on the CPU; logs in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -162,15 +162,15 @@ def forked_ranks(call, folder, processes=2, **env):
 
 
 def end_well(ranks):
-    """Wait for the processes of `forked_ranks`; fails the test where one of them fails."""
+    """Wait for the processes of `forked_ranks`; fails the test if one of them fails."""
     codes = [rank.end() for rank in ranks]
     assert codes == [0] * len(ranks), "\n".join(rank.log for rank in ranks)
 
 
 @pytest.fixture
 def deepspeed_ranks(monkeypatch):
-    """A function: `forked_ranks` under DeepSpeed, with what `accelerate launch` makes of a file of
-    ds_configs/accelerate. DeepSpeed's all-reduce in shared memory, a minute of C++ to build, is gloo's."""
+    """A function: `forked_ranks` under DeepSpeed, configured as by `accelerate launch` with a file of
+    ds_configs/accelerate. Gloo replaces DeepSpeed's shared-memory all-reduce, which takes a minute of C++ to build."""
     backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch
     monkeypatch.setattr(backend, "build_shm_op", lambda: None)
     launched = []
@@ -189,20 +189,20 @@ def deepspeed_ranks(monkeypatch):
 
 
 def wait_for_step(process, log, step):
-    """Wait until a run has logged so many steps, or has ended."""
+    """Wait until a run has logged step `step`, or has ended."""
     deadline_s = time.monotonic() + 120
     while log.read_text().count("  loss ") < step and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 
 def copied(script, folder):
-    """Copy `script` and `roberta_recipe` into an empty folder, as a new project begins; returns the copy's path."""
+    """Copy `script` and `roberta_recipe` to an empty folder, as for a new project; returns the copy's path."""
     shutil.copytree(ROOT / "roberta_recipe", folder / "roberta_recipe", ignore=shutil.ignore_patterns("__pycache__"))
     return Path(shutil.copy(ROOT / script, folder / "mine.py"))
 
 
 class KeepGradients(TrainerCallback):
-    """Keeps the gradients of the last optimizer step."""
+    """Callback that keeps the gradients of the last optimizer step."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -215,7 +215,7 @@ PLACES = ["in the garden", "near the sea", "behind a wall", "after the rain", "a
 
 
 def make_documents(count: int, seed: int, sentences: tuple[int, int] = (3, 12)) -> list[str]:
-    """Distinct English-like documents, one paragraph a line."""
+    """Distinct English-like documents, a paragraph per line."""
     rng = random.Random(seed)
     documents = []
     for number in range(count):
@@ -256,7 +256,7 @@ def tokenizer_dir(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def config(tokenizer):
-    """Two layers of 32, no dropout, so that two ways of computing the same gradient can be compared."""
+    """Two layers of 32 without dropout, for comparing gradients of two implementations."""
     return RobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -293,7 +293,7 @@ def model_dir(config_file, tokenizer, tmp_path):
 
 @pytest.fixture(scope="session")
 def wordpiece():
-    """A WordPiece tokenizer of single characters, case kept, with BERT's special tokens and layout."""
+    """A cased WordPiece tokenizer of single characters, with BERT's special tokens."""
     words = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
     for letter in string.ascii_letters + string.digits + string.punctuation:
         words.setdefault(letter, len(words))
@@ -321,7 +321,7 @@ def validation_file(tmp_path):
 
 @pytest.fixture
 def preset(tmp_path, tokenizer_dir, config_file, train_file, validation_file):
-    """A preset that trains in a second; tests override its values by flags."""
+    """A preset that trains for a second; tests override its values by flags."""
     path = tmp_path / "preset.yaml"
     path.write_text(
         f"""
@@ -348,7 +348,7 @@ disable_tqdm: true
 
 
 def second_of_training(preset, *others, **values):
-    """The command line of a fine-tuning script that trains for a second: `values`, then `others` as they are."""
+    """Command line of a fine-tuning script that trains for a second: `values`, then the words `others`."""
     values = {
         **{"max_seq_length": 64, "max_steps": 6, "warmup_steps": 1, "logging_steps": 1, "learning_rate": 1e-3},
         **{"seeds": 1, "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"},
@@ -359,13 +359,13 @@ def second_of_training(preset, *others, **values):
 
 
 def losses(record):
-    """Those of the training steps in a run record."""
+    """The training losses of a run record."""
     return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 @pytest.fixture(autouse=True)
 def every_machine_alike(monkeypatch):
-    """Tests train in fp32 on processors with bf16 too, and none waits for the probe of the matrix rate."""
+    """Train in fp32 also on processors with bf16, and skip the matrix-rate probe."""
     monkeypatch.setattr(hardware, "has_bf16", lambda use_cpu=False: False)
     monkeypatch.setattr(hardware, "_PROBE_S", 0.0)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of finetune_glue.py: generated rows of each task in the official layout, and command lines."""
+"""Fixtures for tests of finetune_glue.py: generated rows of each task in the official layout, and command lines."""
 
 import json
 import types
@@ -19,7 +19,7 @@ def sentence(rng):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """The folders of all ten tasks; labels cycle with the row number."""
+    """The folders of all ten tasks; labels alternate by row."""
     folder = tmp_path_factory.mktemp("glue")
     write_glue(folder, rows=ROWS, text=sentence)
     return folder
@@ -27,7 +27,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function that makes a command line of a second's training from a task and further flags."""
+    """A function: the command line of a second of training on a task, with further flags."""
 
     def of(name, *others):
         own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "glue" / name}
@@ -38,7 +38,7 @@ def flags(root, data_dir, model_dir, tmp_path):
 
 
 def parse_by_articles(text):
-    """A stand-in for a spaCy `Doc`: every word is a token, "the" with the next word is a noun chunk."""
+    """A stand-in for a spaCy `Doc`: words are tokens, "the" and the next word are a noun chunk."""
     words, at, tokens = text.split(" "), 0, []
     for word in words:
         tokens.append(types.SimpleNamespace(idx=at, text=word.rstrip("."), pos_="X"))
@@ -53,7 +53,7 @@ def parse_by_articles(text):
 
 @pytest.fixture
 def wsc_dir(tmp_path, data_dir, monkeypatch):
-    """SuperGLUE's files for the WNLI rows of `data_dir`, and a parser without spaCy."""
+    """SuperGLUE's WSC files for the WNLI rows of `data_dir`, and a parser without spaCy."""
     monkeypatch.setattr(finetune_glue, "load_spacy", lambda model, purpose: parse_by_articles)
     folder = tmp_path / "wsc"
     folder.mkdir()

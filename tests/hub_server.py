@@ -1,6 +1,5 @@
-"""A Hub on loopback: it answers what huggingface_hub asks of huggingface.co to make repositories, commit to them (small
-files in the commit, large files by the git-lfs protocol) and download from them.
-"""
+"""A local HTTP server with the part of huggingface.co's API that huggingface_hub needs to create repositories, commit
+(small files in the commit, large ones by the git-lfs protocol) and download."""
 
 import base64
 import hashlib
@@ -14,10 +13,10 @@ LARGE = 100_000  # bytes; a file of this size or more goes by git-lfs
 
 
 class HubServer(ThreadingHTTPServer):
-    """`users` are names by token; `repositories` are {name: {branch: {file: content}}}.
+    """`users`: {token: name}; `repositories`: {name: {branch: {file: content}}}.
 
-    `drops` are (method, pattern of the path): the first request that matches an entry gets its connection closed
-    without an answer, and the entry is removed. `log` has a line for each request.
+    `drops`: (method, path pattern) pairs; the connection of the first matching request is closed without a response,
+    once. `log`: a line per request.
     """
 
     daemon_threads = True
@@ -90,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _user(self):
-        """The name that the request's token belongs to; None, with an answer of 401, where the token is wrong."""
+        """The user of the request's token; None, with response 401, for an invalid token."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in self.server.users:
             self._answer(401, {"error": "Invalid username or password."})
@@ -98,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.users[token]
 
     def _files(self, repo, branch="main"):
-        """A branch's files; None, with an answer of 401 or 404, where the token is wrong or there is no branch."""
+        """A branch's files; None, with response 401 or 404, for an invalid token or a missing branch."""
         if self._user() is None:
             return None
         if repo not in self.server.repositories:

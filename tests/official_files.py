@@ -1,8 +1,7 @@
 """Generated files in the official formats: GLUE, SuperGLUE's WSC, RACE, SQuAD, BLiMP.
 
-The oddities of the official files are here too: quotes that never close, line separators inside texts, rows of other
-column counts (QQP), files without header (CoLA), hypotheses that rewrite their text (WNLI), questions without answers
-(SQuAD 2.0).
+They have the oddities of the official files: unbalanced quotes, line separators within texts, rows with other numbers
+of columns (QQP), files without header (CoLA), rewritten hypotheses (WNLI), unanswerable questions (SQuAD 2.0).
 """
 
 import json
@@ -51,7 +50,7 @@ WSC_ROWS = {"train": 277, "val": 104, "test": 146}
 
 
 def sentence(draw: random.Random) -> str:
-    """A sentence; every twentieth with something odd in it."""
+    """A random sentence; every twentieth has an oddity."""
     words = f"{draw.choice(NAMES)} {draw.choice(VERBS)} the {draw.choice(QUALITIES)} {draw.choice(THINGS)}"
     return f"{words} {draw.choice(ODD if draw.random() < 0.05 else ENDS)}."
 
@@ -62,7 +61,8 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 
 def write_glue(folder: Path, rows: dict[str, int], text: Callable[[random.Random], str] = sentence) -> None:
-    """The folders of all tasks and of the diagnostic set, without WNLI's test set; `rows` by "train", "dev", ..."""
+    """Write the folders of all tasks and of the diagnostic set, without WNLI's test set; `rows`: {"train": n, "dev": n,
+    ...}."""
     draw = random.Random(0)
     for task in HEADERS:
         for split in SPLITS.get(task, ("train", "dev", "test")):
@@ -73,7 +73,7 @@ def write_glue(folder: Path, rows: dict[str, int], text: Callable[[random.Random
 def glue_lines(
     task: str, split: str, count: int, draw: random.Random, text: Callable[[random.Random], str]
 ) -> list[str]:
-    """The lines of a TSV file; labels cycle with the row's number."""
+    """The lines of a TSV file; labels alternate by row."""
     hidden = split.startswith("test") or task == "diagnostic"
     columns = [name for name in HEADERS[task] if not (hidden and name in LABEL_COLUMNS)]
     if hidden and task in ("CoLA", "SST-2"):
@@ -96,7 +96,7 @@ def glue_lines(
 
 
 def cell(task: str, split: str, column: str, number: int, label: str, text: str) -> str:
-    """A column of a row: its text, its label, or a number."""
+    """The value of a column: text, label or number."""
     if (task, column) == ("QNLI", "question"):  # with two sentences each
         return f"Who {VERBS[number // 2 % 8]} thing {number // 2} of {split}?"
     if column in LABEL_COLUMNS or column.startswith("label"):
@@ -105,7 +105,7 @@ def cell(task: str, split: str, column: str, number: int, label: str, text: str)
 
 
 def schema(number: int, draw: random.Random) -> tuple[str, str, int, list[str]]:
-    """A Winograd text as WSC has it: text, pronoun, its word's number, and the phrases that may stand for it."""
+    """A Winograd schema: text, pronoun, index of the pronoun's word, candidate phrases."""
     first, second = draw.sample(NAMES, 2)
     thing, other = draw.sample(THINGS, 2)
     forms = [
@@ -123,8 +123,8 @@ def schema(number: int, draw: random.Random) -> tuple[str, str, int, list[str]]:
 
 
 def write_wsc(folder: Path, glue_folder: Path, seed: int = 0) -> list[int]:
-    """WSC's three files and WNLI's test.tsv, whose rows ask for WSC's test schemas in another order, a sixth of them
-    rewritten. Returns the number of the WSC row that each WNLI row asks for."""
+    """Write WSC's three files and WNLI's test.tsv, whose rows are WSC's test schemas in another order, a sixth of them
+    rewritten. Returns the number of each WNLI row's WSC row."""
     draw = random.Random(seed)
     rows: list[dict] = []
     for split, count in WSC_ROWS.items():
@@ -149,7 +149,7 @@ def write_wsc(folder: Path, glue_folder: Path, seed: int = 0) -> list[int]:
 
 
 def joined(words: list[str]) -> str:
-    """Words as running text."""
+    """Words joined to text."""
     text = " ".join(words)
     for mark in (",", ".", ";", "'s"):
         text = text.replace(f" {mark}", mark)
@@ -157,8 +157,8 @@ def joined(words: list[str]) -> str:
 
 
 def rewritten(before: list[str], phrase: list[str], after: list[str], draw: random.Random, changes: bool) -> str:
-    """A piece of a text with the phrase in the pronoun's position, as WNLI has it; with `changes`, case is lost, a
-    letter is missing, or words outside the phrase are left out or added."""
+    """A part of a text with the phrase in place of the pronoun, as in WNLI; with `changes`, in lower case, misspelled,
+    or with words outside the phrase removed or added."""
     kept = min(draw.randint(0 if len(after) > 3 else 4, 8), len(before))
     before, after = before[len(before) - kept :], after[: draw.randint(4, 12)]
     for change in draw.sample(("lower", "letter", "leave out", "add", "article"), draw.randint(1, 2) if changes else 0):
@@ -181,7 +181,7 @@ def rewritten(before: list[str], phrase: list[str], after: list[str], draw: rand
 
 
 def write_race(folder: Path) -> None:
-    """RACE's folders: a JSON object a file, in a single line."""
+    """Write RACE's folders: a JSON object per file, on one line."""
     draw = random.Random(0)
     for split in ("train", "dev", "test"):
         for level in ("middle", "high"):
@@ -197,7 +197,7 @@ def write_race(folder: Path) -> None:
 
 
 def write_squad(folder: Path) -> None:
-    """The four files of SQuAD 1.1 and 2.0: 8 paragraphs of two questions each."""
+    """Write the four files of SQuAD 1.1 and 2.0: 8 paragraphs with two questions each."""
     draw = random.Random(0)
     for name in ("train-v1.1", "dev-v1.1", "train-v2.0", "dev-v2.0"):
         paragraphs = []
@@ -217,7 +217,7 @@ def write_squad(folder: Path) -> None:
 
 
 def answer_in(context: str, draw: random.Random) -> dict:
-    """One to four words of the context, where they start."""
+    """One to four words of the context, with their offset."""
     starts = [0, *(at + 1 for at, letter in enumerate(context) if letter == " ")]
     first = draw.randrange(len(starts) - 5)
     text = context[starts[first] : starts[first + draw.randint(1, 4)]].rstrip()
@@ -225,7 +225,7 @@ def answer_in(context: str, draw: random.Random) -> dict:
 
 
 def blimp_rows(uid: str, pairs: int) -> Iterator[dict[str, Any]]:
-    """Pairs of a paradigm of BLiMP, no two alike."""
+    """Distinct pairs of a BLiMP paradigm."""
     for number in range(pairs):
         name, verb, thing = NAMES[number % len(NAMES)], VERBS[(number * 3 + len(uid)) % len(VERBS)], THINGS[number % 7]
         yield {
@@ -242,6 +242,6 @@ def write_paradigm(folder: Path, uid: str, pairs: int) -> None:
 
 
 def write_blimp(folder: Path, pairs: int) -> None:
-    """BLiMP's 67 paradigms."""
+    """Write BLiMP's 67 paradigms."""
     for uid in blimp.PHENOMENON:
         write_paradigm(folder, uid, pairs)

@@ -1,4 +1,4 @@
-"""What the scores of a fine-tuning are of: the number of examples, and what the majority answer scores."""
+"""Majority baseline and numbers of scored examples of fine-tuning runs."""
 
 import math
 import runpy
@@ -92,7 +92,7 @@ def test_squad(version_2, model_dir, tokenizer):
 
 
 def test_the_samples_of_the_frozen_probe_are_whole(root, data_dir, model_dir, monkeypatch, capsys):  # noqa: F811
-    """`benchmarks/frozen_probe.py`: five disjoint samples of 2,000 are more than CoLA has."""
+    """`benchmarks/frozen_probe.py`: CoLA has too few examples for five disjoint samples of 2,000."""
     flags = ["--model_name_or_path", model_dir, "--data_dir", data_dir, "--task_name", "cola", "--examples", "5"]
     monkeypatch.setattr(sys, "argv", ["frozen_probe.py", *map(str, flags)])
     with pytest.raises(SystemExit):

@@ -1,5 +1,5 @@
-"""BLiMP: scores equal a plain loop over masks, ties count half, the table of paradigms is the official one, and a run
-is the same run with and without it."""
+"""BLiMP: scores equal a plain loop over masks, ties count half, the paradigm table is the official one, and scoring
+during a run does not change the run."""
 
 import hashlib
 import json
@@ -39,14 +39,14 @@ SENTENCES = [
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """All 67 paradigms, of two pairs each."""
+    """All 67 paradigms, with two pairs each."""
     write_blimp(tmp_path / "blimp", pairs=2)
     return tmp_path / "blimp"
 
 
 @pytest.fixture
 def bert(wordpiece):
-    """A BERT with random weights that are large enough for its scores to differ."""
+    """A BERT with random weights, large enough for distinct scores."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     torch.manual_seed(0)
     return larger(BertForMaskedLM(BertConfig(vocab_size=len(wordpiece), max_position_embeddings=80, **shape)))
@@ -59,8 +59,8 @@ def larger(model):
 
 
 def plain_loop(model, tokenizer, sentence, words=None):
-    """The score by its definition: one mask at a time, the whole forward; with `words` (a number for each token), the
-    later tokens of a word are masked with it."""
+    """Reference implementation: a full forward per mask; with `words` (an index per token), the later tokens of a word
+    are masked too."""
     encoded = tokenizer(sentence, return_special_tokens_mask=True)
     ids, special, total = encoded["input_ids"], encoded["special_tokens_mask"], 0.0
     for position, token in enumerate(ids):
@@ -90,7 +90,7 @@ def check_scores(model, tokenizer, sentences):
 
 
 def test_scores_equal_the_plain_loop(model_dir, tokenizer, bert, wordpiece):
-    """Three families, two tokenizers, both methods; the decoder runs at one position, or where it cannot, at all."""
+    """Three families, two tokenizers, both methods; the decoder runs on one position or, where it cannot, on all."""
     torch.manual_seed(0)
     shape = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 80}
     distilbert = larger(DistilBertForMaskedLM(DistilBertConfig(vocab_size=len(wordpiece), **shape)))
@@ -212,7 +212,7 @@ def test_ties_count_half():
 @settings(max_examples=30)
 @given(st.data())
 def test_means_of_random_outcomes(data):
-    """Against plain sums, for any subset of the paradigms."""
+    """Compared with plain sums, for any subset of the paradigms."""
     uids = data.draw(st.lists(st.sampled_from(sorted(blimp.PHENOMENON)), unique=True, min_size=1, max_size=9))
     of = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=8)
     found = {uid: np.array(data.draw(of)) for uid in uids}
@@ -275,7 +275,7 @@ def log_of(folder):
 
 
 def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_path, capsys):
-    """With dropout; the curve is in log and record and on stderr, and in fp32 although training is in bf16."""
+    """With dropout. The scores are in log, record and on stderr, and in fp32 although training is in bf16."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
     config.to_json_file(tmp_path / "config.json")
     flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2", "--bf16", "true"]
@@ -315,7 +315,7 @@ def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tm
 
 @pytest.mark.slow
 def test_zero_3_scores_in_step(preset, data_dir, tmp_path, deepspeed_ranks):
-    """Each process has shards of the weights, which a forward gathers from all."""
+    """Each rank has a shard of the weights, and a forward gathers all."""
     flags = ["--config", preset, "--blimp_dir", str(data_dir), "--max_steps", "2"]
     one = train_mlm.main([*flags, "--output_dir", str(tmp_path / "one")])
     two = [*flags, "--output_dir", str(tmp_path / "two"), "--per_device_train_batch_size", "4"]

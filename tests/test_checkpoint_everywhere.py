@@ -1,4 +1,4 @@
-"""Finished checkpoints in other libraries' hands: task heads, pipelines, truncation, ONNX, sentence-transformers."""
+"""Use of finished checkpoints in other libraries: task heads, pipelines, truncation, ONNX, sentence-transformers."""
 
 import json
 import re
@@ -19,26 +19,26 @@ POSITIONS = {"roberta": 70, "bert": 72, "albert": 72, "modernbert": 72, "deberta
 
 
 def needs(*packages):
-    """A mark that skips a test where requirements.txt alone is installed."""
+    """A mark that skips a test if a package beyond requirements.txt is not installed."""
     missing = [name for name in packages if not find_spec(name)]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 @pytest.fixture(params=POSITIONS)
 def finished(request, preset, tmp_path):
-    """(folder of a finished run, positions of its model)."""
+    """(folder of a finished run, number of positions of its model)."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(request.param).to_dict()))
     train_mlm.main(["--config", preset, "--max_steps", "1"])
     return tmp_path / "run", POSITIONS[request.param]
 
 
 def batch_of(folder, texts):
-    """Padded on the right, and truncated to the length that the tokenizer was saved with."""
+    """A batch padded on the right, truncated to the tokenizer's saved `model_max_length`."""
     return AutoTokenizer.from_pretrained(folder)(texts, padding=True, truncation=True, return_tensors="pt")
 
 
 def test_heads_take_a_text_of_any_length(finished):
-    """The encoder's weights are those of the checkpoint; the head, and the pooler in it, may be fresh."""
+    """The encoder's weights come from the checkpoint; the head, with its pooler, may be new."""
     folder, positions = finished
     batch = batch_of(folder, [LONG, "short"])
     assert batch["input_ids"].shape == (2, positions)
@@ -65,7 +65,7 @@ def test_pipelines(finished):
 
 @needs("onnx", "onnxscript", "onnxruntime")
 def test_an_export_to_onnx_has_the_same_logits(finished, tmp_path, root, monkeypatch):
-    """As docs/publishing.md exports it; at other lengths and with padding."""
+    """Exported as in docs/publishing.md; run at other lengths and with padding."""
     import onnxruntime
 
     folder, _ = finished

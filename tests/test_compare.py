@@ -1,4 +1,4 @@
-"""Whether two runs are the same run, from which step on they differ, and in what: each verdict by real runs."""
+"""tools/compare.py: whether two runs are the same, the first step at which they differ, and why."""
 
 import json
 import re
@@ -19,13 +19,13 @@ SAVING = ["--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4", "
 
 @pytest.fixture(scope="module")
 def made(request):
-    """Runs that the tests of this file share, by name."""
+    """Shared runs of this file, by name."""
     return {}
 
 
 @pytest.fixture
 def run(preset, tmp_path_factory, made):
-    """A function that trains a run of four steps and returns its folder; the plain run is trained once."""
+    """A function: train a run of four steps and return its folder; the plain run is trained once."""
 
     def train(name, *argv):
         if name not in made:
@@ -90,7 +90,7 @@ def test_other_text_is_a_setting_by_its_content(run, capsys, tmp_path):
 
 
 def test_digests_tell_runs_apart_that_log_nothing(run, capsys):
-    """Checkpoints alone: the weights after two steps, where no log line says what they are."""
+    """Only the weights of the checkpoints after two steps differ, without log lines."""
     silent = [run(f"silent{seed}", "--logging_strategy", "no", "--seed", seed) for seed in (42, 7)]
     code, lines = verdict(capsys, *silent)
     assert code == 1 and lines[-1] == "different: from step 2 on, first in the weights"

@@ -1,4 +1,4 @@
-"""`--torch_compile true`: one graph, the encoder, for every batch; the losses are those of the uncompiled run."""
+"""`--torch_compile true`: one graph, the encoder, for all batches; losses equal those of the uncompiled run."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from roberta_recipe.model import masked_lm
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """No graph of another test."""
+    """Discard compiled graphs of other tests."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -22,7 +22,7 @@ def nothing_compiled():
 
 
 def batches(tokenizer, **shape):
-    """Six micro-batches that differ in their longest block and in the number of their targets."""
+    """Six micro-batches with different longest blocks and numbers of targets."""
     collator = MlmCollator(tokenizer, **shape)
     made = [collator(make_blocks(tokenizer, 4, seed)) for seed in range(6)]
     return [{name: value for name, value in batch.items() if isinstance(value, torch.Tensor)} for batch in made]

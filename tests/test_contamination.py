@@ -1,4 +1,4 @@
-"""n-grams of evaluation sets in a corpus, against a search through the whole corpus."""
+"""n-grams of evaluation sets in a corpus, compared with an exhaustive search."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from tools.contamination import Index, Text, count_by_set, format_counts, ngram_
 
 
 def slow(texts, documents, length):
-    """The reference: (number of the text, first word) of every n-gram that a document has."""
+    """Reference: (text number, first word) of every n-gram of a document."""
     there = set()
     for document in documents:
         words = words_of(document)
@@ -70,7 +70,7 @@ def test_counts_by_source_and_examples():
 
 
 def test_the_command_line(tmp_path, capsys):
-    """All three kinds of evaluation sets; the corpus holds a passage of RACE and a question of SQuAD."""
+    """All three kinds of evaluation sets; the corpus has a passage of RACE and a question of SQuAD."""
     documents = make_documents(30, seed=2)
     article, question = (
         "Once upon a time " + documents[3],
@@ -133,7 +133,7 @@ def test_words_of_scripts_with_blanks_are_those_of_re(text):
 
 
 def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, capsys):
-    """A held-out document is a training document but for its last words; the corpus preset leaves it out."""
+    """A held-out document equals a training document except for its last words; the corpus preset leaves it out."""
     rng = np.random.default_rng(0)
     vocabulary = [f"w{number}" for number in range(400)]
     texts = [" ".join(rng.choice(vocabulary, size=60)) for _ in range(30)]

@@ -1,4 +1,4 @@
-"""A cool-down by the clock: constant, then falling to the time limit, alike in all processes."""
+"""Cool-down by the clock: a constant learning rate that falls linearly to the time limit, equal on all ranks."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def rates(folder):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of `stopping`, which goes 6 s in a step."""
+    """A stub of the time of `stopping`, 6 s per step."""
     now_s, step_losses = [0.0], MlmTrainer.step_losses
 
     def ticking(self):
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 
 def test_the_rate_is_constant_then_falls_with_the_clock(preset, tmp_path, clock):
-    """A step takes a tenth of the limit; the next rate is set before the clock is read, so it follows a step late."""
+    """A step takes a tenth of the limit. The learning rate is set before the clock is read, so it lags by a step."""
     record = train_mlm.main(["--config", preset, *ONE_MINUTE])
     assert record["steps"] == 10 and record["stopped_by"] == "max_train_minutes"
     shares = [0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]

@@ -40,7 +40,7 @@ def check(files, **source):
 
 
 def test_file_folder_glob_and_list(tmp_path, caplog):
-    """Names that look like patterns are names; a folder's files of other formats are named and left out."""
+    """Names with glob characters are literal names; a folder's files of other formats are logged and skipped."""
     caplog.set_level("INFO", logger="recipe")
     folder = tmp_path / ".mine" / "b[1]"
     (folder / "deep").mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_a_folder_has_the_files_behind_its_links_once(tmp_path):
 
 
 def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
-    """As for a dataset of the Hub, the card says which files belong to which split of which config."""
+    """As for a dataset on the Hub, the card maps files to configs and splits."""
     (tmp_path / "card").mkdir()
     write_parquet(tmp_path / "card" / "first.parquet", TEXTS[:20], column="body")
     write_parquet(tmp_path / "card" / "second.parquet", TEXTS[20:], column="body")
@@ -92,7 +92,7 @@ def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
 
 
 def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
-    """Without its metadata and caches of `map`; a missing shard and a folder of splits are refused."""
+    """Metadata and caches of `map` are ignored; a missing shard and a folder of splits are refused."""
     saved = datasets.Dataset.from_dict({"text": TEXTS})
     saved.save_to_disk(str(tmp_path / "saved"), num_shards=3)
     shutil.copy(tmp_path / "saved" / "data-00000-of-00003.arrow", tmp_path / "saved" / "cache-0123456789abcdef.arrow")
@@ -143,7 +143,7 @@ def test_docstrings_are_documents(tmp_path, monkeypatch):
 
 @pytest.fixture
 def big_file(tmp_path):
-    """A JSONL file of some 900 KB, and what makes its corpus."""
+    """(JSONL file of about 900 KB, function that makes its corpus)."""
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(3000, seed=1))
     return path, lambda **settings: corpus_of("c", [Source("s", files=str(path))], **settings)
@@ -165,7 +165,7 @@ def test_a_change_in_the_middle_of_a_file_is_another_corpus(big_file):
 
 
 def test_a_fingerprint_says_how_text_files_are_read(tmp_path):
-    """So that blocks made when a line of blanks was text are refused; those of other formats are not."""
+    """Blocks from before blank lines were handled are refused; those of other formats are not."""
     for kind, write in {"jsonl": write_jsonl, "txt": write_text, "parquet": write_parquet}.items():
         corpus = corpus_of("c", [Source("s", files=write(tmp_path / f"a.{kind}", TEXTS))])
         assert ("text_files" in corpus_fingerprint(corpus)) == (kind == "txt")
@@ -217,7 +217,7 @@ def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
 
 
 def test_a_file_that_is_cut_in_mid_run_is_not_skipped(big_file):
-    """`on_bad_shard: skip` is for files that were bad from the beginning."""
+    """`on_bad_shard: skip` is for files that were bad at the start of the run."""
     path, make = big_file
     corpus = make(on_bad_shard="skip")
     path.write_bytes(path.read_bytes()[:400_000])  # ends within a line
@@ -238,7 +238,7 @@ def test_a_remote_file_is_known_by_size_and_version():
 
 @pytest.mark.parametrize("own_source", [True, False])
 def test_a_validation_file_that_is_trained_on_is_refused(tmp_path, own_source):
-    """By its content, whatever its name."""
+    """By content, under any name."""
     train, other = (write_parquet(tmp_path / f"{n}.parquet", make_documents(20, seed=n)) for n in (1, 2))
     copy = shutil.copy(train, tmp_path / "held_out.parquet")
     sources = [
@@ -343,7 +343,7 @@ def test_a_preset_names_its_folder_by_a_variable(tmp_path, monkeypatch):
 
 
 def test_the_preset_of_the_reference_run_gives_the_mixture_of_its_record(root, monkeypatch):
-    """The share that the run took of each source's blocks, all of which its token cache held."""
+    """The share of each source's blocks in the record equals the mixture of the preset."""
     monkeypatch.setenv("FIVE_DOMAINS", "/nowhere")
     corpus = read_corpus("presets/corpus/five_domains.yaml")
     record = json.loads((root / "results" / "roberta_mini" / "run_record.json").read_text())
@@ -387,7 +387,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_column_that_is_not_there(tmp_path, kind):
-    """Of a file among others; a file without rows lacks nothing."""
+    """In one file of several; an empty file is no error."""
     write = write_parquet if kind == "parquet" else write_jsonl
     write(tmp_path / f"a.{kind}", TEXTS)
     write(tmp_path / f"b.{kind}", pa.array([], pa.string()) if kind == "parquet" else [])

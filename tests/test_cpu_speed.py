@@ -1,4 +1,4 @@
-"""Speed of training on a CPU without another result: dropout, attention and its choice, bf16, memory."""
+"""CPU speed-ups that leave results the same: dropout, attention and its choice, bf16, memory."""
 
 import runpy
 import subprocess
@@ -27,7 +27,7 @@ def train(preset, *argv):
 
 @pytest.mark.parametrize("p", [0.1, 0.003])
 def test_dropout_keeps_its_share(p):
-    """Mean 1, so that its expectation is the input; the share that is dropped within four standard errors."""
+    """The mean is 1, so the expectation is the input; the dropped share is within four standard errors."""
     torch.manual_seed(0)
     x = torch.ones(1_000_003, requires_grad=True)
     layer = cpu_kernels.Dropout(p)
@@ -44,7 +44,7 @@ def test_dropout_keeps_its_share(p):
 
 
 def test_dropout_is_a_function_of_the_generator():
-    """So a resumed run draws on, and checkpointed activations are computed again with the same mask."""
+    """So that a resumed run continues the draws, and activation checkpointing recomputes the same mask."""
     layer, x = cpu_kernels.Dropout(0.2), torch.ones(1000)
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -54,7 +54,7 @@ def test_dropout_is_a_function_of_the_generator():
 
 
 def reference(q, k, v, mask, dropped):
-    """Attention by its definition, in fp64; `dropped` multiplies the weights."""
+    """Attention by definition, in fp64; `dropped` multiplies the attention weights."""
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask, -torch.inf)
     return ((scores.softmax(-1) * dropped) @ v.double()).transpose(1, 2)
@@ -72,7 +72,7 @@ def reference(q, k, v, mask, dropped):
     seed=st.integers(0, 2**30),
 )
 def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once, masked, seed):
-    """Output and all gradients beside the definition, with the mask that was drawn, however heads are put together."""
+    """Output and all gradients equal the definition with the drawn mask, for any grouping of heads."""
     torch.manual_seed(seed)
     tensors = [torch.randn(batch, length, heads, size).transpose(1, 2).requires_grad_() for _ in range(3)]
     lengths = torch.randint(1, length + 1, (batch,)) if masked == "padding" else torch.full((batch,), length)
@@ -173,7 +173,7 @@ def test_bf16_where_the_device_has_it(tmp_path, monkeypatch):
 
 
 def test_both_precisions_learn_alike(preset, tmp_path):
-    """The loss curves of bf16 and fp32 from the same weights, masks and order."""
+    """Loss curves of bf16 and fp32, with the same weights, masks and order, are close."""
     flags = ["--max_steps", "30", "--logging_steps", "30", "--lr_scheduler_type", "constant"]
     losses = [
         train(preset, *flags, "--bf16", value, "--output_dir", tmp_path / value)["metrics"]["eval_loss"]
@@ -184,7 +184,7 @@ def test_both_precisions_learn_alike(preset, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_memory_is_kept():
-    """Steps that allocate and free 120 MB cause few page faults once the first have run."""
+    """After the first steps, steps that allocate and free 120 MB cause few page faults."""
     script = """
 import resource, torch
 from roberta_recipe.hardware import keep_freed_memory
@@ -205,7 +205,7 @@ def test_an_allocator_of_the_user_stays(monkeypatch):
 
 
 def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
-    """Completing sentences at the end has them tokenized before the worker is forked, which then waited for ever."""
+    """A worker that is forked after the parent used the tokenizer's threads hung."""
     command = [sys.executable, "train_mlm.py", "--config", preset, "--dataloader_num_workers", "1"]
     command += ["--fill_mask_examples", "a <mask>", "b <mask>"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -213,7 +213,7 @@ def test_a_data_worker_tokenizes_after_its_parent_has(preset, tmp_path):
 
 
 def test_the_stock_path_tokenizes_in_every_repeat(root, tmp_path, tokenizer_dir, config_file, monkeypatch):
-    """`benchmarks/stock_mlm.py` neither reads nor leaves a cache outside its output folder."""
+    """`benchmarks/stock_mlm.py` uses no cache outside of its output folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "shared")
     files = [write_jsonl(tmp_path / f"{seed}.jsonl", make_documents(20, seed)) for seed in (1, 2)]
     words = [*files, tokenizer_dir, config_file, tmp_path / "out", 1, 4, 32, 1e-3]
@@ -223,7 +223,7 @@ def test_the_stock_path_tokenizes_in_every_repeat(root, tmp_path, tokenizer_dir,
 
 
 def test_each_seed_of_a_speedrun_has_a_folder(tmp_path, monkeypatch, capsys):
-    """The second seed was refused: the folder had a finished run."""
+    """The second seed was refused, as the folder had a finished run."""
     ran, command = [], ["train_mlm.py", "--output_dir", "ours"]
     monkeypatch.setattr(loss_over_time, "commands", lambda folder, config: (command, []))
     monkeypatch.setattr(loss_over_time, "curve", lambda argv: ran.append(argv) or [[1.5, 2.9], [2.5, 2.6]])

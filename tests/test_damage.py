@@ -1,4 +1,4 @@
-"""Flipped bits in every file of a run's folder: the next start is the same run, to the bit, or says what is wrong."""
+"""A flipped bit in any file of a run's folder: the next start is the same run, bit for bit, or names the damage."""
 
 import json
 import random
@@ -21,14 +21,13 @@ def start(preset, folder, *argv):
 
 @pytest.fixture(scope="module")
 def made():
-    """The run that the tests of this file damage copies of."""
+    """The run whose copies the tests of this file damage."""
     return {}
 
 
 @pytest.fixture
 def killed(made, config, preset, tmp_path, tmp_path_factory, monkeypatch):
-    """(folder of a run that was killed while it wrote its third checkpoint, its preset, digest of the weights that it
-    ends with)."""
+    """(folder of a run that was killed while writing its third checkpoint, its preset, hash of its final weights)."""
     monkeypatch.setattr(train_mlm.plots, "plot_loss", lambda *_: None)
     if not made:
         config.hidden_dropout_prob = 0.1  # so that the random state counts
@@ -52,7 +51,7 @@ def flip(path, rng):
 
 
 def test_a_flipped_bit_in_any_file_of_the_folder(killed, tmp_path):
-    """Every file beside the checkpoints, some of the newest, and one of each folder that is older or half written."""
+    """All files outside of checkpoints, some of the newest checkpoint, and one of each older or incomplete folder."""
     folder, preset, weights = killed
     rng, resumed = random.Random(17), 0
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -1,4 +1,4 @@
-"""Data workers that are killed, stuck or frozen, and what they may take of open files and shared memory."""
+"""Data workers that are killed, stuck or frozen; their use of open files and shared memory."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_a_data_worker_that_is_killed_is_a_line(preset, tmp_path, monkeypatch):
 
 
 def test_a_step_of_many_micro_batches_passes_the_limit_of_open_files(preset, tmp_path):
-    """128 micro-batches of three tensors; a descriptor for each of them hung the run."""
+    """128 micro-batches of three tensors; a run with a file descriptor per tensor hung."""
 
     def call():
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -50,7 +50,7 @@ def test_a_step_of_many_micro_batches_passes_the_limit_of_open_files(preset, tmp
 
 @pytest.fixture
 def stuck(preset, tmp_path, monkeypatch):
-    """A run whose data worker stops at the fourth step, and ignores SIGTERM."""
+    """A run whose data worker stops at the fourth step and ignores SIGTERM."""
 
     def stopping(*args):
         numbers.append(0)
@@ -91,7 +91,7 @@ def test_a_data_worker_that_is_stuck_is_a_line(stuck, number, code, said):
 
 
 def test_a_frozen_data_worker_is_a_line(preset, tmp_path, monkeypatch):
-    """Its batches are in the queue, but their file descriptors are not, for which `DataLoader` waits without end."""
+    """Its batches are in the queue, but not their file descriptors, for which `DataLoader` waits without a timeout."""
     monkeypatch.setattr(data_workers, "POLL_S", 0.1)
     monkeypatch.setattr(data_workers, "GRACE_S", 0.5)
     run = Forked(lambda: train(preset, *SAVING, *WORKER, "--max_steps", 5000), tmp_path / "log")

@@ -1,4 +1,4 @@
-"""ZeRO on two CPU processes, and settings that the configurations must not hold."""
+"""ZeRO on two CPU processes; forbidden settings of DeepSpeed configurations."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ def read_record(path):
 
 @pytest.fixture
 def start(config_file, tokenizer, tmp_path):
-    """Flags that continue from a checkpoint and pad its vocabulary, four micro-batches a step."""
+    """Flags that continue from a checkpoint and pad its vocabulary, four micro-batches per step."""
     torch.manual_seed(0)
     build_model(tokenizer, config_name=config_file, max_seq_length=64).save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
@@ -80,7 +80,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_other_objectives_and_models_are_the_same_under_zero(case, preset, tmp_path, deepspeed_ranks):
-    """Two processes, two micro-batches of each, and one process with the whole batch."""
+    """Two processes with two micro-batches each, and one process with the whole batch."""
     stage, own = CASES[case]
     (tmp_path / "albert.json").write_text(json.dumps({**SMALL, "shared_parameters": "attention"}))
     own = [str(tmp_path / word) if word.endswith(".json") else word for word in own]
@@ -169,7 +169,7 @@ CONTRADICTIONS = {  # key -> a value, and the flag with its value as `_own_file`
 
 
 def _own_file(preset, values, left_out=()):
-    """`zero2.json` with `values`, as a launcher hands it over to a run of two micro-batches of 4."""
+    """`zero2.json` with `values`, as passed by a launcher to a run of two micro-batches of 4."""
     content = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     for key, value in values.items():
         *sections, name = key.split(".")

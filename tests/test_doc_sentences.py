@@ -1,4 +1,4 @@
-"""DOC-SENTENCES: sequences that share a block see nothing of each other, and a run over them is one run."""
+"""DOC-SENTENCES: sequences in the same block do not attend to each other, and runs resume exactly."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, b
 
 
 def rows_of(given):
-    """(ids, labels) of every sequence."""
+    """(ids, labels) of each sequence."""
     for row in range(3):
         kept = given["attention_mask"][row].bool()
         numbers = given["sequence"][row][kept]

@@ -1,5 +1,5 @@
-"""Commands of README and docs are those that their programs take; those of docs/adapting.md and docs/answers.md run as
-they are written, in a copy of the repository, with fewer steps."""
+"""Commands in README and docs are valid; those of docs/adapting.md and docs/answers.md run as written, in a copy of the
+repository, with fewer steps."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ ELSEWHERE += (("--output_dir runs/roberta_mine", f"--output_dir runs/roberta_min
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of the page's blocks of code."""
+    """(language, text) of a page's code blocks."""
     return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
@@ -47,7 +47,7 @@ def clone(root: Path, folder: Path) -> Path:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write my_text/ and my_task/ as the page describes them, with enough words for its tokenizer's 8,192 entries."""
+    """Write my_text/ and my_task/ as described on the page, with enough words for a tokenizer of 8,192 entries."""
     rng = random.Random(0)
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 10))) for _ in range(3000)]
     sentences = (" ".join(rng.choices(words, k=10)).capitalize() + "." for _ in range(1500 * 20))
@@ -64,7 +64,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def apply(diff: str, folder: Path) -> list[str]:
-    """Apply a unified diff of one file, by its context and not by its line numbers; returns the added lines."""
+    """Apply a unified diff of one file, by context, not by line number; returns the added lines."""
     head, *hunks = re.split(r"^@@.*@@\n", diff, flags=re.M)
     path = folder / re.search(r"^\+\+\+ (.*)$", head, re.M)[1]
     text = path.read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def test_make_asks_for_its_variables_before_it_installs(root, tmp_path):
 
 @pytest.fixture
 def typed(root, tmp_path):
-    """A function: the command lines of Python that a shell makes of a block, of make's targets too; nothing runs."""
+    """A function: the Python command lines of a bash block, those of make targets included, without running them."""
     folder, calls, programs = clone(root, tmp_path / "typed"), tmp_path / "calls", tmp_path / "venv" / "bin"
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(root / name, folder)
@@ -129,8 +129,8 @@ def typed(root, tmp_path):
 
 
 def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, typed, monkeypatch):
-    """An unknown flag behind each must be the only one that its parser does not know; so no command begins to work.
-    Those of docs/adapting.md and of the bash blocks of docs/answers.md do, below."""
+    """With an unknown flag appended, the parser must refuse only that flag, so that no command runs. Those of
+    docs/adapting.md and the bash blocks of docs/answers.md run in the tests below."""
     monkeypatch.chdir(root)
     programs = set()
     pages = ("README.md", "ds_configs/README.md", "benchmarks/README.md", *sorted((root / "docs").glob("*.md")))
@@ -163,7 +163,7 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_takes(root, ty
 
 
 def test_links_between_pages_lead_somewhere(root):
-    """Files, and headings by GitHub's anchors; docs/index.md leads to every page."""
+    """Links to files, and to headings by GitHub's anchors; docs/index.md links to every page."""
     pages = [
         *root.glob("*.md"),
         *(root / "docs").glob("*.md"),
@@ -238,8 +238,8 @@ sys.exit(code)
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """A function that runs a block in bash, whose `python` and `accelerate` are forks of this process, which has
-    everything imported; returns what it said."""
+    """A function: run a block in bash, with `python` and `accelerate` as forks of this process, which has everything
+    imported; returns the output."""
     monkeypatch.chdir(tmp_path)  # a socket's path may have 107 bytes
     (tmp_path / "bin").mkdir()
     for name, words in (("python", []), ("accelerate", ["-m", "accelerate.commands.accelerate_cli"])):
@@ -271,8 +271,8 @@ def shell(tmp_path, monkeypatch):
 
 
 def answer(connection, log):
-    """Run what `ASKS` asks for and reply with its exit code and output, in a child that is returned: meanwhile the
-    processes of a launcher ask too."""
+    """Run the command requested by `ASKS` and reply with exit code and output, in a child process, which is returned:
+    the processes of a launcher send requests too."""
 
     def reply():
         with connection.makefile("rw") as stream:
@@ -285,7 +285,7 @@ def answer(connection, log):
 
 
 def python(words, program, folder):
-    """What `python WORDS` does in `folder`, with the recipe's modules from there."""
+    """Run `python WORDS` in `folder`, with the recipe's modules from there."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("roberta_recipe", "tools", "train_mlm")]:
         del sys.modules[name]
     os.chdir(folder)
@@ -358,7 +358,7 @@ ANSWERED = (  # a part of what each answer prints
 
 
 def test_every_answer_runs(root, tmp_path, shell):
-    """The blocks of docs/answers.md in their order, with fewer steps."""
+    """The blocks of docs/answers.md in order, with fewer steps."""
     folder = clone(root, tmp_path / "clone")
     (folder / "my_text").mkdir()
     write_text(folder / "my_text" / "a.txt", make_documents(500, seed=0))

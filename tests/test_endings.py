@@ -1,4 +1,4 @@
-"""Every ending can be continued: by Ctrl-C, SIGTERM, the time limit, a finished run that is to be longer."""
+"""Resuming after Ctrl-C, SIGTERM, the time limit, and the end of a run that is extended."""
 
 import multiprocessing
 import os
@@ -34,7 +34,7 @@ def train(preset, *argv):
 
 @pytest.fixture
 def glue(flags, tmp_path, monkeypatch):
-    """A function that fine-tunes with further flags: three epochs of three steps, each measured."""
+    """A function: fine-tune with further flags, three epochs of three steps, each evaluated."""
     monkeypatch.setattr(plots, "plot_runs", lambda *_: None)
     argv = flags("rte", "--save_strategy", "steps", "--save_steps", 2, "--max_steps", 9, "--logging_steps", 4)
     return lambda name: finetune_glue.main([*argv, "--output_dir", str(tmp_path / name)])
@@ -42,7 +42,7 @@ def glue(flags, tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """A function that has `call()` called at the end of a step, once."""
+    """A function: call `call()` at the end of a step, once."""
 
     def arrange(step, call):
         original, calls = stopping.Stopping.on_step_end, [call]
@@ -75,7 +75,7 @@ def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path
 
 
 def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path, monkeypatch):
-    """A launcher passes a signal on to all processes of a rank; in an evaluation too, the step is saved."""
+    """A launcher forwards a signal to all processes of a rank. The step is saved also if it comes during evaluation."""
     batches = MlmTrainer._equal_batch_counts
 
     def slowly(self, loader):
@@ -139,8 +139,8 @@ def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
 
 @pytest.mark.parametrize("step", [3, 5, 9])
 def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_path, at_step, step):
-    """Among them the last of an epoch, which is saved behind its evaluation, and steps in the middle of one, where
-    nothing is measured that the whole run does not measure."""
+    """Including the last step of an epoch, which is saved after its evaluation, and steps within an epoch, where no
+    further evaluation takes place."""
     whole = glue("whole")
     at_step(step, send(signal.SIGINT))
     with pytest.raises(Stopped, match=rf"stopped by Ctrl-C: step {step} of 9 is saved"):
@@ -150,7 +150,7 @@ def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_pat
 
 
 def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, tmp_path, monkeypatch):
-    """A checkpoint at the last step of an epoch was written before the epoch was measured."""
+    """The checkpoint of an epoch's last step was written before the evaluation."""
     whole = glue("whole")
     evaluate, calls = FinetuneTrainer.evaluate, []
 
@@ -205,7 +205,7 @@ def removed_while_written():
     ],
 )
 def test_a_signal_or_a_removed_file_at_a_bad_moment_is_one_line(tmp_path, run, code, line):
-    """Cases of the census of faults."""
+    """Regression tests of failures found by the fault census."""
     ended = Forked(run, tmp_path / "log")
     assert ended.end() == code and line in ended.log and "Traceback" not in ended.log
 
@@ -220,7 +220,7 @@ def test_a_worker_killed_while_it_sends_is_a_lost_worker():
 
 
 def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
-    """The first says it; the launcher ends the others while they wait."""
+    """Rank 0 prints the error; the launcher ends the other ranks, which wait."""
 
     def fail():
         raise InputError("learning_rate=-1 must be at least 0")
@@ -240,7 +240,7 @@ def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
 
 
 def test_the_command_that_continues_is_the_launcher_s(monkeypatch):
-    """Or this process's own, where the launcher's cannot be read."""
+    """Or this process's own, if the launcher's cannot be read."""
     own = f"Continue with: {shlex.join(sys.orig_argv)}"
     assert launcher.resume_hint.__wrapped__() == own
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -254,7 +254,7 @@ def test_the_command_that_continues_is_the_launcher_s(monkeypatch):
 
 
 def test_resuming_reads_its_own_command_line(preset, tmp_path):
-    """`Trainer` takes how often to log, evaluate and save from the checkpoint."""
+    """`Trainer` takes the intervals of logging, evaluation and saving from the checkpoint."""
     assert yaml.safe_load(Path(preset).read_text())["logging_steps"] == 1
     flags = [*SAVING, "--logging_steps", 6]
     train(preset, *flags, "--max_train_minutes", 1e-9)
@@ -283,7 +283,7 @@ def test_a_run_that_was_killed_as_it_wrote_a_file_begins_again(preset, tmp_path,
 
 
 def test_what_a_killed_process_of_this_machine_left_is_removed(tmp_path):
-    """A living process's file stays, and that of another machine, where nobody here can tell."""
+    """Files of living processes and of other machines stay."""
     this = os.uname().nodename
     gone = Forked(lambda: None, tmp_path.parent / "log")
     gone.end()
@@ -298,7 +298,7 @@ def test_what_a_killed_process_of_this_machine_left_is_removed(tmp_path):
 
 
 def test_an_error_is_said_though_the_process_is_ended_as_it_is_said(tmp_path):
-    """As a launcher does to each process once one has failed."""
+    """As a launcher ends the other ranks after one has failed."""
 
     class Late(InputError):
         def __str__(self):

@@ -1,4 +1,4 @@
-"""PEP 723 headers, Dockerfile and pyproject.toml: ranges are stated once, and so are the exact versions in them."""
+"""PEP 723 headers, Dockerfile and pyproject.toml: version ranges are stated once and include the pinned versions."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The estimate's arithmetic against real models, measured bytes, and the records of finished runs."""
+"""Estimates compared with real models, measured bytes, and records of finished runs."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def preset_config(name, **changes):
 
 
 def make_config(layers, hidden, heads, intermediate, vocab_size, seq_len, dropout):
-    """Without attention dropout, so that the CPU takes its flash kernel, which keeps the same tensors as CUDA's."""
+    """Without attention dropout, so that the CPU uses its flash kernel, which keeps the same tensors as CUDA's."""
     return RobertaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
@@ -127,7 +127,7 @@ def test_activations_are_what_autograd_keeps(shape, kind):
 
 
 def targets_of(objective, ids, labels):
-    """What a model of these objectives is given: a span from the second token on, the label of a pair at the first."""
+    """Targets for these objectives: a span from the second token on, the label of a pair at the first."""
     inputs = {"input_ids": ids, "labels": labels.roll(1, dims=1)}
     if "sbo" in objective:
         inputs["sbo_labels"] = inputs["labels"].clone()
@@ -138,7 +138,7 @@ def targets_of(objective, ids, labels):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak of the bytes held by tensors made within the context; `known` tensors do not count."""
+    """Context that measures the peak of bytes in tensors created within it; `known` tensors do not count."""
 
     def __init__(self, known):
         super().__init__()
@@ -170,7 +170,7 @@ class LiveBytes(TorchDispatchMode):
     ],
 )
 def test_peak_of_a_backward_pass(shape, precision, family, objective, checkpointing):
-    """A micro-batch peaks at the loss, a single sequence at the gradient of the embedding."""
+    """The peak of a micro-batch is at the loss, that of a single sequence at the gradient of the embedding."""
     *dims, batch, seq_len = shape
     config = make_config(*dims, seq_len, dropout=0.0)
     if family == "albert":
@@ -314,7 +314,7 @@ def test_the_papers_day():
 
 @pytest.mark.parametrize(("name", "dropout"), [("eager", 0.1), ("without_dropout", 0.0)])
 def test_memory_and_utilisation_are_those_of_base_on_an_h200(name, dropout):
-    """Beside results/gpu_h200.json: peak of the allocator, tokens/s."""
+    """Compared with results/gpu_h200.json: peak of the allocator, tokens/s."""
     parts = json.loads((ROOT / "results" / "gpu_h200.json").read_text())["parts"]
     measured, config = parts["profile"]["figures"][name], preset_config("base", vocab_size=50304)
     config.update({"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
@@ -361,7 +361,7 @@ def test_report_says_what_does_not_fit():
 
 
 def test_epochs_of_local_files(preset, tmp_path):
-    """Their text is estimated within some per cent of what it is, whatever the format."""
+    """The estimated size of the text is right within a few per cent, in any format."""
     texts = make_documents(800, seed=6)
     size = sum(len(text.encode()) for text in texts)
     files = [write_parquet(tmp_path / "a.parquet", texts, other=["x" * 500] * len(texts))]

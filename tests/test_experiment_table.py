@@ -1,4 +1,4 @@
-"""The table of a list of experiments, by hand: n, spread, differences, p, and the words for them."""
+"""Table of an experiment list, computed by hand: n, spread, differences, p, verdicts."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from experiments import lists, table
 
 @pytest.fixture
 def listed(tmp_path, monkeypatch):
-    """A function: a list whose rows have the given figures, by measure and name; None for a row that is missing."""
+    """A function: a list whose rows have the given figures, by measure and name; None for a missing row."""
 
     def of(figures, claims=(), search=False):
         measures, names = list(figures), list(next(iter(figures.values())))
@@ -30,7 +30,7 @@ LOW, HIGH = [3.0, 3.1, 3.2, 3.3, 3.4], [4.0, 4.1, 4.2, 4.3, 4.4]
 
 
 def test_the_table_by_hand(listed):
-    """Five and five seeds that do not overlap: 2 of 252 splits, and Holm's correction of three comparisons."""
+    """Two samples of five seeds without overlap: 2 of 252 splits, with Holm's correction for three comparisons."""
     near = [3.05, 3.15, 3.1, 3.3, 3.45]
     names = {"first": LOW, "high": HIGH, "near": near, "higher": [4.1, 4.2, 4.3, 4.4, 4.5]}
     text = table.write(listed({"loss": names}, claims={"high": "worse", "higher": "better"}))
@@ -45,7 +45,7 @@ def test_the_table_by_hand(listed):
 
 
 def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypatch):
-    """Which words are one piece depends on the reading that a model does better, and on its tokenizer."""
+    """The set of one-piece words depends on the reading with the lower figure, and on the tokenizer."""
     read_apart = {"first": 18, "same": 18, "other": 19}
     names = {"first": LOW, "same": HIGH, "other": HIGH}
     monkeypatch.setattr(

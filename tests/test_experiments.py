@@ -1,7 +1,8 @@
-"""Lists of experiments: run side by side, stopped and killed at any time, continued, never twice.
+"""Experiment lists: rows in parallel, stopped or killed at any time, resumed, never run twice.
 
-The rows are children that are forked from a process that has loaded the libraries, as loading them takes ten seconds of
-each; `test_command_line` starts one as it is. Their table is in test_experiment_table.py."""
+Rows are forks of a process that has imported the libraries, which takes ten seconds; `test_command_line` starts one as
+a subprocess. test_experiment_table.py tests the table.
+"""
 
 import json
 import os
@@ -32,7 +33,7 @@ KEPT = []  # a fork replaces stdout and stderr; the replaced ones, closed, would
 
 
 class ForkedProcess:
-    """What `experiments.start` returns, forked and not executed."""
+    """A stand-in for the `Popen` object of `experiments.start`: a fork."""
 
     def __init__(self, command, log, cores):
         runner, main = os.getpid(), words.main if command[1].endswith("words.py") else train_mlm.main
@@ -63,7 +64,7 @@ def forked(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path, preset):
-    """A function: a list of two rates and two seeds, with other values on top; returns its path."""
+    """A function: write a list of two learning rates and two seeds, with the given changes; returns its path."""
 
     def of(**others):
         rows = [{"name": "low"}, {"name": "high", "flags": {"learning_rate": 0.005}, "claim": "better"}]
@@ -91,7 +92,7 @@ def wait_until(condition):
 
 @pytest.mark.slow
 def test_command_line(write, tmp_path, root):
-    """As it is typed: a process of its own, on a core of its own."""
+    """As typed: in its own process, on its own core."""
     path = write(seeds=[3], rows=[{"name": "high", "flags": {"learning_rate": 0.005}}])
     jobs = min(2, len(os.sched_getaffinity(0)))
     done = run_python("experiments/run.py", path, "--jobs", jobs, cwd=root)
@@ -239,7 +240,7 @@ def test_a_failed_row_is_said_and_the_others_finish(write, tmp_path, forked, cap
 
 @pytest.mark.slow
 def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_path, forked, capsys, monkeypatch):
-    """Whatever changed them: a preset while the list runs, the list between two starts, a file that is gone."""
+    """For any reason: a preset changed during the run, the list changed between two starts, a file is missing."""
     path, out, before = write(flags={"max_eval_samples": 8}), tmp_path / "out", Path(preset).read_text()
 
     def with_another_preset(command, log, cores):
@@ -293,7 +294,7 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
 
 @pytest.fixture
 def trained(monkeypatch):
-    """A function: the rows of a list count as trained by hand, with the commands that `--dry_run` prints."""
+    """A function: train the rows of a list by hand, with the commands of `--dry_run`."""
 
     def of(path, **others):
         records = {}
@@ -307,7 +308,7 @@ def trained(monkeypatch):
 
 
 def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained):
-    """No row.json says what it was run with: flags that were set count, and those that were not."""
+    """Without row.json, the record is compared: flags of the list, and flags that it does not set."""
     held_out = {"words": {"corpus": "presets/corpus/docstrings.yaml"}}
     trained(write(measures=held_out))
     listed = lists.read(write(measures=held_out))
@@ -352,7 +353,7 @@ def test_a_folder_of_another_seed_is_refused(write, trained, tmp_path):
 
 
 def test_a_row_is_the_same_from_another_folder(write, root, tmp_path, monkeypatch):
-    """What a flag names is remembered by the flag's text: one below the repository is found from anywhere."""
+    """Settings store a flag's text; files in the repository are found from any folder."""
     path = write(flags={"config_name": "presets/model/tiny.json"})
     monkeypatch.chdir(root)
     before = lists.read(path).rows[0].settings
@@ -417,7 +418,7 @@ def test_the_list_is_checked_before_anything_starts(write, tmp_path, changed, sa
 
 
 def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
-    """Each seed may have its own model: the row of a pretraining list with that seed."""
+    """Each seed may start from its own model: the row of a pretraining list with that seed."""
     flags = {"model_name_or_path": "pretrained/seed-{seed}/run"}
     rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "flags": flags}]
     listed = lists.read(write(rows=rows, seeds=[7, 8], measures={"score": None}))
@@ -429,7 +430,7 @@ def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
 
 
 def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, tmp_path, capsys):
-    """The command of a row and the record of its run agree on the checkpoint of the seed."""
+    """The command of a row and its record agree on the checkpoint of the seed."""
     for seed in ("1", "2"):
         train_mlm.main(["--config", preset, "--max_steps", "1", "--seed", seed, "--output_dir", str(tmp_path / seed)])
     path = write(rows=[{"name": "again", "flags": {"model_name_or_path": str(tmp_path / "{seed}")}}])

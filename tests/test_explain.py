@@ -1,4 +1,4 @@
-"""What the model sees at a step, told from a run's folder: compared with the batches that the run itself trained on."""
+"""tools/explain.py: model inputs of a step, reconstructed from a run's folder, equal those of training."""
 
 import json
 import random
@@ -23,8 +23,8 @@ SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "10"]
 
 @pytest.fixture
 def hooked(monkeypatch, tmp_path):
-    """Every micro-batch that a model gets in training, by step: a function from an output_dir to {step: rows}, each row
-    (input_ids, labels) without padding; also of other processes. Of a step that was trained twice, the last."""
+    """A function from an output_dir to {step: rows}, all micro-batches of training; rows are (input_ids, labels)
+    without padding. Includes other processes; for a step that was trained twice, the last time."""
     step = MlmTrainer.training_step
     folder = tmp_path / "hooked"
 
@@ -52,7 +52,7 @@ def hooked(monkeypatch, tmp_path):
 
 
 def told(output_dir, step, *argv):
-    """What the tool says of a step: rows as of `hooked`."""
+    """The tool's rows of a step, as in `hooked`."""
     found = explain.main(["--output-dir", str(output_dir), "--step", str(step), "--show_blocks", "99", *argv])
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in found]
 
@@ -71,8 +71,8 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_step_is_what_the_run_saw(preset, tmp_path, hooked, capsys, source):
-    """The text's run is resumed on the way; the micro-batches are smaller than the batch. Told from the last checkpoint
-    before the step, and without any."""
+    """The run from text was resumed, with micro-batches smaller than the batch. From the last checkpoint before the
+    step, and without a checkpoint."""
     out, draw = tmp_path / "run", random.Random(source)
     flags = [str(tmp_path / "cache") if flag == "CACHE" else flag for flag in SOURCES[source]]
     flags = [*SAVING, "--per_device_train_batch_size", 2, *flags]
@@ -105,7 +105,7 @@ def test_two_processes_saw_the_batch_that_is_told(preset, tmp_path, hooked):
 
 
 def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooked, tokenizer, capsys):
-    """Marks taken out of the printed text give the tokens before and after masking; also before training."""
+    """Without its marks, the printed text gives the tokens before and after masking; also before training."""
     flags = ["--config", preset, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
     explain.main([*flags, "--show_blocks", "2"])
     before_training = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooke
 
 
 def bare(text):
-    """Without white space, which a token at the beginning of a line loses."""
+    """Without white space, which a token at the start of a line loses."""
     return re.sub(r"\s", "", text)
 
 

@@ -1,4 +1,4 @@
-"""fairseq's layout and forward pass, written by hand, against the converted model."""
+"""fairseq's layout and forward pass, written by hand, compared with the converted model."""
 
 import argparse
 import json
@@ -103,7 +103,7 @@ def checkpoint(tokenizer, tmp_path):
 
 
 def settings_in(form, settings):
-    """A checkpoint's settings as fairseq's releases keep them; today's have the rest of the configuration beside."""
+    """A checkpoint's settings as in fairseq's releases; newer ones include the rest of the configuration."""
     namespace = argparse.Namespace(**settings)
     return {
         "args": {"args": namespace},
@@ -219,7 +219,7 @@ PLAIN = {  # settings that change no logits
 
 
 def draw(rng, number):
-    """Random settings, weights that fit them, and the settings for which they must be refused (none: they must not)."""
+    """Random settings, matching weights, and the settings for which they must be refused, if any."""
     settings = {name: value for name, value in PLAIN.items() if rng.random() < 0.5}
     head, form, layers = rng.choice([None, "mnli"]), FORMS[number // 2 % len(FORMS)], rng.randint(1, 3)
     wanted = {"heads": rng.choice([1, 2, 4, 8]), "activation": "gelu", "pooler": "tanh"}

@@ -1,4 +1,4 @@
-"""Architectures beside RoBERTa: logits and losses of the stock class, whole runs, and unsupported combinations."""
+"""Other architectures than RoBERTa: logits and losses of the stock class, whole runs, unsupported combinations."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def config_of(name):
 
 @pytest.fixture
 def batch(tokenizer):
-    """Three rows of other lengths."""
+    """Three rows of different lengths."""
     rng = torch.Generator().manual_seed(0)
     lengths = (64, 40, 51)
     blocks = [Block({"input_ids": torch.randint(261, 390, (n,), generator=rng).numpy()}, n) for n in lengths]
@@ -105,7 +105,7 @@ def test_sequences_of_a_row_are_kept_apart(name, attention):
 
 
 def test_weights_in_bf16_keep_the_sequences_of_a_row_apart_too():
-    """As DeepSpeed has them, without autocast."""
+    """As under DeepSpeed, without autocast."""
     torch.manual_seed(0)
     model = masked_lm.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval().bfloat16()
     ids, sequence = torch.randint(261, 390, (1, 12)), torch.tensor([[0] * 5 + [1] * 7])

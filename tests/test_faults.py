@@ -1,4 +1,4 @@
-"""The census of faults: it draws every kind, and it sees. The census itself is `make faults`."""
+"""The fault census (`make faults`): it draws every kind of fault, and detects a silent difference."""
 
 import json
 from collections import Counter
@@ -52,7 +52,7 @@ def test_what_an_ending_kept_is_named_by_its_program(tmp_path):
 
 
 def test_the_census_counts_a_run_with_another_seed_as_a_silent_difference(root, tmp_path):
-    """Real runs that are killed, or damaged, and started again; and a run whose seed is changed on purpose."""
+    """Real runs that are killed or damaged and restarted, and a run with a deliberately changed seed."""
     flags = ["--only", "sabotage", "kill all", "file operation", "bits flipped, between"]
     flags += ["--scenario", "text", "pack, 1 process", "--seed", "208", "--cases", "7"]
     flags += ["--output", tmp_path / "report.json"]

@@ -1,4 +1,4 @@
-"""What damages a fine-tuning: the same run, or a line; and what its fingerprint covers."""
+"""Damage to fine-tuning runs: the same run, or an error message; coverage of the fingerprint."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def no_plots(monkeypatch):
 
 @pytest.fixture
 def finished(flags, tmp_path):
-    """The folder of a finished run with test scores."""
+    """A finished run with test scores."""
     finetune_glue.main(flags("rte", "--do_predict"))
     return tmp_path / "glue" / "rte" / RUN
 
@@ -46,7 +46,7 @@ def flip(path, bit):
 
 
 def test_a_flipped_bit_of_a_finished_run_is_refused_or_changes_nothing(flags, finished, tmp_path):
-    """Every file that a second start, a push or the ledger reads: no other score comes out."""
+    """In every file that a second start, a push or the ledger reads: never another score."""
     draw, refused, names = random.Random(3), [], ["run_record.json", "test_scores.npz"]
     names += ["best/validation_scores.npy", "best/manifest.json", "best/model.safetensors", "best/config.json"]
     before = finetune_glue.main(flags("rte", "--do_predict"))
@@ -103,7 +103,7 @@ def test_damaged_test_scores_are_named(flags, finished, capfd):
 
 
 def test_a_best_epoch_of_another_run_is_refused(flags, finished, tmp_path):
-    """Whole by its manifest, but not what this run picked."""
+    """It matches its manifest, but was not selected by this run."""
     scores = np.load(finished / "best" / "validation_scores.npy")
     shutil.copytree(finished / "best", tmp_path / "other")
     (tmp_path / "other" / "manifest.json").unlink()
@@ -138,7 +138,7 @@ def test_numbers_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch, t
 
 
 def test_the_fingerprint_covers_each_file_that_is_read(flags, data_dir, model_dir, tmp_path, monkeypatch):
-    """One thing is changed at a time, in the middle of its file; each gives another fingerprint."""
+    """Each change in the middle of a file gives another fingerprint."""
     for path in (data_dir, Path(model_dir)):
         shutil.copytree(path, tmp_path / "inputs" / path.name)
     data, model = (tmp_path / "inputs" / path.name for path in (data_dir, Path(model_dir)))
@@ -178,7 +178,7 @@ def test_the_fingerprint_covers_each_file_that_is_read(flags, data_dir, model_di
 
 
 def test_the_fingerprint_covers_the_tokenizer(tokenizer, model_dir):
-    """What its vocabulary alone does not tell: special tokens around texts, padding, the side that is cut."""
+    """Beyond its vocabulary: special tokens of its template, padding, truncation side."""
     args = types.SimpleNamespace(model_name_or_path=model_dir)
 
     def of(**changes):
@@ -196,7 +196,7 @@ def test_the_fingerprint_covers_the_tokenizer(tokenizer, model_dir):
 
 @pytest.mark.parametrize("script", [train_mlm, finetune_glue, finetune_squad, finetune_race, finetune_ner])
 def test_fsdp_is_refused(script, preset, flags, model_dir, tmp_path, monkeypatch):
-    """By the launcher's word, which no flag of the script shows."""
+    """Enabled by the launcher, without a flag of the script."""
     tuning = ["--model_name_or_path", model_dir, "--use_cpu", "--output_dir", str(tmp_path / "out")]
     argv = {train_mlm: ["--config", preset], finetune_glue: flags("rte")}.get(script, tuning)
     argv += ["--train_file", "my.conll"] if script is finetune_ner else []

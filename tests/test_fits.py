@@ -1,4 +1,4 @@
-"""A tokenizer that is saved beside a model truncates to the positions of the model."""
+"""`model_max_length` of saved tokenizers equals the number of positions of the model."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
 
 
 def test_a_run_saves_it_with_every_checkpoint_and_resumes(preset, tmp_path, tokenizer_dir, monkeypatch):
-    """The tokenizer that was trained stays as it is, and so does the fingerprint, with HF_HUB_OFFLINE or without."""
+    """The original tokenizer and the fingerprint stay unchanged, with and without HF_HUB_OFFLINE."""
     saving = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2"]
     before = {path.name: path.read_bytes() for path in Path(tokenizer_dir).iterdir()}
     whole = train_mlm.main(saving)

@@ -1,4 +1,4 @@
-"""Every flag of every script: another value is refused, or is in the fingerprint, or leaves the weights as they are."""
+"""Flags of all scripts: another value is refused, or changes the fingerprint, or leaves the weights unchanged."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ PRESETS = {
 
 
 def arguments(script, argv):
-    """The filled dataclasses of a script's command line, checked as it checks them."""
+    """The filled dataclasses of a script's command line, after its checks."""
     flags = ["--config", str(ROOT / PRESETS[script]), "--use_cpu", "true", "--bf16", "false", *argv]
     flags += ["--train_file", "my.conll"] if script == "finetune_ner" and "--train_file" not in argv else []
     filled, _ = sys.modules[script].read_arguments(flags)
@@ -76,7 +76,7 @@ def check(script, filled):
 
 @pytest.mark.parametrize("script", flags.CLASSES)
 def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch, tmp_path, model_dir):
-    """With another value; what is declared free is held by benchmarks/flags.py and by the sample below."""
+    """With another value. Flags of scope "free" are tested by benchmarks/flags.py, and by the sample below."""
     monkeypatch.setattr(protocol.weights, "check_length", lambda *args: None)
     base, seen = arguments(script, []), dict.fromkeys(("refused", "fixed", "layout", "free", "start", "content"), 0)
     for position, cls in enumerate(flags.CLASSES[script]):
@@ -130,7 +130,7 @@ STOCK = """
 
 
 def test_flags_of_stock_command_lines_that_are_so_already_are_taken(monkeypatch):
-    """What Trainer would do beside the recipe is off."""
+    """Features of Trainer that the recipe replaces are off."""
     monkeypatch.setattr(protocol.weights, "check_length", lambda *args: None)
     for words in ([], ["--dataloader_num_workers", "1"]):
         _, taken = filled = arguments("finetune_glue", [*STOCK.split(), *words])
@@ -321,7 +321,7 @@ def test_every_other_optimizer_and_schedule_is_refused(preset):
 
 
 def equal(first, second):
-    """Whether two nested values agree, tensors bit for bit."""
+    """Whether two nested values are equal, tensors bit for bit."""
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):

@@ -1,5 +1,5 @@
-"""fp16 on the CPU: a real loss scale and half-precision arithmetic, with overflow injected at chosen steps. accelerate
-makes no loss scale on a CPU, so `fp16_on_cpu` gives it one."""
+"""fp16 on the CPU: a real loss scale and half-precision arithmetic, with overflows injected at chosen steps. accelerate
+creates no loss scale on a CPU; `fp16_on_cpu` patches it."""
 
 import functools
 import importlib
@@ -28,7 +28,7 @@ SAVING = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "6"]
 
 
 class Overflow:
-    """At which steps (from 1) gradients overflow, or the loss itself is not finite, and in which process."""
+    """Steps (from 1) at which gradients overflow or the loss is not finite, and the rank."""
 
     def __init__(self, steps=(), losses=(), process=0, **scaler):
         self.steps, self.losses, self.process, self.scaler = set(steps), set(losses), process, scaler
@@ -39,7 +39,7 @@ class Overflow:
 
 
 def fp16_on_cpu(patch, overflow):
-    """Give accelerate a CPU's autocast and loss scale in fp16, and let `overflow` into the backward pass."""
+    """Patch accelerate with CPU autocast and a loss scale in fp16, and inject `overflow` into the backward pass."""
     make, step, backward = accelerate.Accelerator.__init__, Trainer.training_step, accelerate.Accelerator.backward
     scaled = durable_trainer.DurableTrainer.loss_of_batch
 
@@ -69,7 +69,7 @@ def fp16_on_cpu(patch, overflow):
 
 @pytest.fixture
 def train(preset, monkeypatch, tmp_path):
-    """A function that pretrains in fp16 with the given `Overflow`."""
+    """A function: pretrain in fp16 with the given `Overflow`."""
 
     def run(overflow, *argv, name="run"):
         with monkeypatch.context() as patched:
@@ -123,7 +123,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_loss_scale(train, tmp_pat
 
 
 def test_real_overflow_lowers_the_loss_scale_until_it_fits(train, tmp_path):
-    """Nothing injected: gradients in half precision do not hold 2^40 times a loss."""
+    """Without injection: a loss scale of 2^40 overflows half-precision gradients."""
     record = train(Overflow(init_scale=2.0**40), "--max_steps", "40", "--save_steps", "40", "--learning_rate", "3e-3")
     scale = stored(tmp_path / "run" / "checkpoint-40", "scaler.pt")["scale"]
     assert 10 < record["skipped_steps"] == 40 - math.log2(scale) < 32
@@ -142,7 +142,7 @@ def test_half_precision_gives_the_curve_of_fp32_and_its_checkpoint_is_fp32(train
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(train, tmp_path):
-    """Also for the log lines that follow."""
+    """Also in later log lines."""
     record = train(Overflow(losses={3}), "--logging_steps", "2", "--save_steps", "6")
     every = train(Overflow(steps={3}), name="every")
     assert record["skipped_steps"] == every["skipped_steps"] == 1
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(train, tmp_path):
 
 
 def test_killed_and_resumed_it_is_the_same_run(train, tmp_path):
-    """Bit for bit, with the loss scale and its growth: it doubles after two steps without overflow."""
+    """Bit for bit, with growth of the loss scale, which doubles after two steps without overflow."""
     overflow = {"steps": {2}, "losses": {3}, "growth_interval": 2}
     few = ["--max_steps", "9", "--logging_steps", "2"]
     whole = train(Overflow(**overflow), *few, name="whole")
@@ -186,8 +186,8 @@ def test_overflow_without_end_ends_the_run(train, tmp_path):
 
 
 def test_overflow_under_deepspeed(train, monkeypatch):
-    """Its loss scale at the floor, which it raises as a plain exception; and a skipped step where there is no loss
-    scale, after which it would train on."""
+    """With the loss scale at its minimum, for which DeepSpeed raises a plain exception; and a skipped step without a
+    loss scale, after which DeepSpeed would continue."""
 
     def at_the_floor(self, loss, **kwargs):
         raise Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
@@ -210,8 +210,8 @@ def test_it_is_resumed_in_another_precision_as_the_message_says(train, tmp_path)
 
 
 def test_two_processes_skip_together(preset, train, tmp_path, deepspeed_ranks):
-    """Overflow in the second process alone, with data parallelism and under ZeRO (whose hysteresis keeps the loss scale
-    at the first overflow)."""
+    """Overflow on rank 1 only, with data parallelism and under ZeRO (whose hysteresis keeps the loss scale at the first
+    overflow)."""
     few = ["--max_steps", "4"]
     train(Overflow({2, 3}), *few, name="single")
     flags = ["--config", preset, "--fp16", "true", *SAVING, *few, "--per_device_train_batch_size", "2", "--output_dir"]

@@ -1,4 +1,4 @@
-"""GLUE through the command line, on a few generated rows of each task in the official layout."""
+"""finetune_glue.py through its command line, on a few generated rows of each task in the official layout."""
 
 import csv
 import re
@@ -31,12 +31,12 @@ from tools import glue_table
 
 
 def read_answers(path):
-    """The rows of the table as a spreadsheet reads it, without quotes."""
+    """The rows of the table as read by a spreadsheet, without quoting."""
     return list(csv.DictReader(path.read_text().splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def check_answers(name, rows, record):
-    """All validation examples, the worst first; the accuracy is the record's."""
+    """The table has all validation examples, worst first; its accuracy is the record's."""
     assert len(rows) == record["scored_examples"][min(record["scored_examples"])]
     if name == "stsb":
         errors = [float(row["error"]) for row in rows]
@@ -104,8 +104,8 @@ def test_every_task_and_the_submission(flags, wsc_dir, tmp_path, capsys):
 
 
 def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
-    """Two seeds through `accelerate launch`, of a script copied with `roberta_recipe` into an empty folder; the same
-    command line again runs nothing."""
+    """Two seeds through `accelerate launch`, with a script that was copied with `roberta_recipe` to an empty folder;
+    the same command again runs nothing."""
     command = ["-m", "accelerate.commands.launch", "--config_file", root / "ds_configs/accelerate/one_gpu.yaml"]
     argv = flags("rte", "--seeds", 1, 2, "--do_predict", "--predict_with", "ensemble")
     script = copied("finetune_glue.py", tmp_path / "mine")
@@ -129,7 +129,7 @@ def test_as_a_user_starts_it_and_again(flags, root, tmp_path, capfd):
 
 
 def test_predictions_asked_for_later(flags, tmp_path):
-    """Predictions come from the kept weights; where these are deleted, the error says so."""
+    """Predictions use the kept weights; if they were deleted, the error says so."""
     finetune_glue.main(flags("rte", "--seeds", 1, 2))
     records = sorted((tmp_path / "glue").rglob("run_record.json"))
     before = [path.read_bytes() for path in records]
@@ -142,7 +142,7 @@ def test_predictions_asked_for_later(flags, tmp_path):
 
 @pytest.mark.parametrize("name", ["mnli", "qnli"])
 def test_test_sets_with_labels_are_measured(flags, tmp_path, data_dir, name, capsys):
-    """The validation set as the test set: the same figures. A column of one value is a placeholder, not labels."""
+    """The validation set as the test set gives the same scores. A column with a single value is a placeholder."""
     folder, ranking = tmp_path / "labelled", ["--qnli_form", "ranking"] * (name == "qnli")
     shutil.copytree(data_dir, folder)
     files = {f"test{part}": f"{name}{part}" for part in (["_matched", "_mismatched"] if name == "mnli" else [""])}
@@ -220,7 +220,7 @@ def test_a_result_that_one_answer_to_everything_would_have_is_said():
 
 
 def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
-    """The paper's test setting for RTE, MRPC and STS-B; a head of the right size and label order is kept."""
+    """The paper's test setting for RTE, MRPC and STS-B; a head of the same size and label order is kept."""
     finetune_glue.main(flags("mnli"))
     best = tmp_path / "glue" / "mnli" / "lr0.001-batch8-seed1" / "best"
     for name, said in (("rte", "fresh, as the checkpoint's has another size"), ("mnli", "kept")):
@@ -240,7 +240,7 @@ def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
 
 
 def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
-    """The baseline that shows the gain of pretraining: the same architecture with random weights."""
+    """The baseline without pretraining: the same architecture with random weights."""
     stored = load_file(f"{model_dir}/model.safetensors")["roberta.encoder.layer.0.output.dense.weight"]
     finetune_glue.main(
         flags("rte", "--random_weights", "true", "--learning_rate", 1e-12, "--seeds", 1, 2, "--keep", "all")
@@ -256,7 +256,7 @@ def test_random_weights_are_the_seeds(flags, tmp_path, model_dir):
 
 
 def test_a_task_of_scores_of_your_own_and_its_predictions(flags, tmp_path, monkeypatch):
-    """`pipeline` shows what the model says: no sigmoid of a score. Epochs on the command line replace the preset's
+    """`pipeline` returns the model's score, without a sigmoid. Epochs on the command line replace the preset's
     steps."""
     own = glue.Task("STS-B", PAIR, label_column="score", metrics=("pearson",))
     monkeypatch.setattr(finetune_glue, "TASKS", {"mine": own})
@@ -275,7 +275,7 @@ def test_a_task_of_scores_of_your_own_and_its_predictions(flags, tmp_path, monke
 
 
 def summary_of(tmp_path, task, **changes):
-    """A finished task of the protocol, but for `changes` of its resolved arguments and, as `seeds`, their number."""
+    """A finished task of the protocol, with `changes` of its resolved arguments and, by `seeds`, of their number."""
     count = changes.pop("seeds", 5)
     values = load_yaml(ROOT / "presets" / "glue" / f"{task}.yaml")
     args = {"layer_decay": 1.0, "random_weights": False, **values, "model_name_or_path": "runs/mine", **changes}

@@ -1,4 +1,4 @@
-"""GLUE's tables, splits and features, and input that is refused."""
+"""GLUE's tables, splits and features; refused input."""
 
 import json
 import types
@@ -20,7 +20,7 @@ from roberta_recipe.training import finetune_trainer
 
 
 def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monkeypatch):
-    """Neither is in the texts: where the pronoun stands, and which phrases the parser finds."""
+    """The position of the pronoun and the parser's phrases, which the texts do not determine."""
     seen = []
     monkeypatch.setattr(protocol, "run_all", lambda argv, runs, job, *_: seen.append((job.inputs, job.test_hash)) or [])
     monkeypatch.setattr(protocol, "finish", lambda *_: None)
@@ -46,7 +46,7 @@ def test_the_pronoun_and_the_parser_are_in_the_fingerprint(flags, wsc_dir, monke
 
 
 def test_the_hubs_columns(monkeypatch):
-    """On the Hub, labels are numbers, and -1 in a test set without answers."""
+    """On the Hub, labels are numbers, -1 in unlabelled test sets."""
     rows = datasets.Dataset.from_dict({"premise": ["a", "c"], "hypothesis": ["b", "d"], "label": [2, 0], "idx": [0, 1]})
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or rows)
@@ -94,7 +94,7 @@ def test_qnli_is_ranked_within_its_questions():
 
 
 def test_what_is_cut_is_counted(tokenizer):
-    """The longer text of a pair is cut, and every example stays a single feature."""
+    """The longer text of a pair is truncated; every example is a single feature."""
     long, short = " ".join(PLACES), PLACES[0]
     examples = glue.Examples([(short, short), (long, short), (short, long)], [0, 1, 0])
     args = finetune_glue.GlueArguments(max_seq_length=24)
@@ -113,7 +113,8 @@ def test_duplicates_are_counted():
 
 
 def test_quotes_tabs_and_line_ends(tmp_path):
-    """Quoting is off, \\r\\n ends a line, Unicode's other separators do not, and a byte order mark is in no name."""
+    """Quoting is off, \r\n ends a line, other Unicode line separators do not, a byte order mark is no part of a
+    name."""
     text = "\ufeffindex\tsentence1\tsentence2\tlabel\r\n"
     text += '0\tHe said "no.\tA\u2028b " c\tentailment\r\n1\t\tx\tnot_entailment\n'
     (tmp_path / "RTE").mkdir()
@@ -192,7 +193,7 @@ def test_a_metric_that_does_not_fit_a_task_of_your_own(flags, monkeypatch, label
 
 
 def test_presets_are_fairseqs(root):
-    """The table of examples/roberta/README.glue.md: rate, batch, updates, warm-up."""
+    """The table of examples/roberta/README.glue.md: learning rate, batch, updates, warm-up."""
     table = {
         "mnli": (1e-5, 32, 123873, 7432),
         "qnli": (1e-5, 32, 33112, 1986),
@@ -235,8 +236,8 @@ def test_the_card_names_glues_data_only_for_glues_rows():
 
 
 def test_tokenizers_that_do_not_fit_the_model(flags, wordpiece, tmp_path, monkeypatch):
-    """BERT's token types for a model without them are left out; more tokens than the model has, and a slow tokenizer,
-    are refused."""
+    """BERT's token types are omitted for a model without them; a vocabulary larger than the model's and a slow
+    tokenizer are refused."""
     wordpiece.save_pretrained(tmp_path / "wordpiece")
     assert 1 in wordpiece("a", "b")["token_type_ids"]
     argv = flags("rte", "--tokenizer_name", tmp_path / "wordpiece", "--random_weights", True, "--max_steps", 1)

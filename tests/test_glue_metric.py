@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn and scipy, and as modules of `evaluate`."""
+"""GLUE metrics compared with scikit-learn and scipy, and loaded by `evaluate`."""
 
 import ast
 import math
@@ -67,7 +67,7 @@ def test_each_task_has_its_metrics_in_python_and_from_its_path(root, tmp_path, m
 
 @pytest.mark.parametrize(("name", "others"), [("glue_metric", {"glue_scores"}), ("squad_metric", {"squad_scores"})])
 def test_a_metric_module_needs_nothing_else_of_the_repository(root, name, others):
-    """`evaluate` copies a module and its relative imports only."""
+    """`evaluate` copies only a module and its relative imports."""
     for module, wanted in ((name, {"datasets", "evaluate", *others}), (*others, {"numpy", *sys.stdlib_module_names})):
         tree = ast.parse((root / f"roberta_recipe/tasks/{module}.py").read_text())
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

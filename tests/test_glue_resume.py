@@ -1,4 +1,4 @@
-"""GLUE runs are one curve: over any accumulation and number of processes, killed or stopped at any point."""
+"""GLUE runs: the same curve for any accumulation and number of processes, killed or stopped at any point."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_any_accumulation_gives_one_curve(flags, wsc_dir, tmp_path, name):
 
 
 def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tmp_path, monkeypatch):
-    """Killed in the middle of an epoch, two processes resume with the batches that are left of the epoch."""
+    """Killed within an epoch, two processes resume with its remaining batches."""
     saving = ["--save_strategy", "steps", "--save_steps", 5, "--max_steps", 8]
     finetune_glue.main(flags("rte", *saving, "--output_dir", tmp_path / "a"))
     batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
@@ -57,7 +57,7 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tm
 
 
 def test_rank_0_alone_reads_the_scores_that_it_deletes(monkeypatch):
-    """Another rank would find a manifest and the files that rank 0 has deleted meanwhile."""
+    """Another rank would find a manifest without the files that rank 0 has deleted."""
     monkeypatch.setattr(summaries, "summarise", lambda *_: {"settings": [{"best_run": "run"}], "picked": 0})
     monkeypatch.setattr(summaries, "summarise_tests", lambda *_: pytest.fail("rank 1 reads"))
     job = SimpleNamespace(metric="accuracy", about=lambda *_: {}, labelled_tests={"test": 3})
@@ -80,7 +80,7 @@ def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypat
 
 
 def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):
-    """A signal to all processes of a run saves the step; one behind the last step ends the protocol after that run."""
+    """A signal to all processes of a run saves the step; after the last step, it ends the protocol after that run."""
     step = finetune_trainer.FinetuneTrainer.training_step
 
     def told(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Publishing to a Hub on loopback: what arrives, what is refused, and that no token is written anywhere."""
+"""Publishing to a local Hub server: uploaded files, refusals, and no token in any file."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ TOKEN = "hf_aVerySecretTokenOfNobody"
 
 @pytest.fixture
 def server(monkeypatch):
-    """A Hub with two users, which this process and its children use as the Hub."""
+    """A Hub server with two users, for this process and its children."""
     with HubServer({TOKEN: "me", "hf_another": "you"}) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -67,7 +67,7 @@ print(model(**tokenizer("the cat", return_tensors="pt")).logits.sum().item())
 
 
 def test_a_run_is_pushed_while_it_trains_and_at_the_end(server, preset, tmp_path, root, monkeypatch):
-    """By the command line; the pushed files are downloaded and loaded by a process without this repository."""
+    """By the command line; a process without this repository downloads and loads the files."""
     done = run_python(
         *[root / "train_mlm.py", "--config", preset, "--max_steps", "4", "--save_strategy", "steps"],
         *["--save_steps", "2", "--push_to_hub", "true", "--hub_model_id", "small", "--hub_strategy", "checkpoint"],
@@ -156,7 +156,7 @@ def test_a_finished_run_is_pushed_once_more_or_elsewhere(server, preset, tmp_pat
 
 
 def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
-    """Every kind of request that a push makes: queries, the large file, the commit."""
+    """For every request of a push: queries, the large file, the commit."""
     train(preset)
     kinds = [("POST", "/preupload/"), ("POST", "objects/batch"), ("PUT", "/large/"), ("POST", "/commit/")]
     server.drops = [("GET", "/tree/"), ("POST", "repos/create"), *kinds]
@@ -207,7 +207,7 @@ def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
 
 
 def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset, monkeypatch, capsys):
-    """The connection is slower than training, and the folder keeps a single checkpoint."""
+    """The connection is slower than training, and only one checkpoint is kept."""
     commit = huggingface_hub.HfApi.create_commit
 
     def slow(*args, **others):
@@ -256,7 +256,7 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
 
 
 def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
-    """The mark in folder and card tells the run; another run is refused, unless it is told to replace the first."""
+    """The id in folder and card identifies the run; another run is refused, unless it may replace the first."""
     push = ("--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2")
     push += ("--hub_revision", "exp")
     train(preset, *push)
@@ -325,7 +325,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
 
 
 def made_up_summary(**dataset):
-    """The summary of fine-tuning with two seeds on a task that this repository does not know."""
+    """The summary of two seeds of fine-tuning on an unknown task."""
     scores = {"learning_rate": 1e-5, "global_batch_size": 16, "median": 0.5, "mean": 0.5, "lowest": 0.4, "highest": 0.6}
     scores |= {"seeds": {"1": 0.4, "2": 0.6}, "degenerate_seeds": [], "best_run": "lr1e-05-batch16-seed2"}
     medians = {"kappa": 0.5, "total": 100}
@@ -372,7 +372,7 @@ CONFIG = {"architectures": ["RobertaForSequenceClassification"], "model_type": "
 
 
 def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
-    """Name, data, task type and metrics come from the job, settings from the flags' declarations."""
+    """Name, data, task type and metrics come from the job, settings from the declarations of flags."""
     summary = made_up_summary(note="with labels of our own")
     settings = {"model_name_or_path": str(tmp_path), "max_seq_length": 64, "seed": 2, "learning_rate": 1e-5}
     settings |= {

@@ -1,5 +1,5 @@
-"""Mimetic initialization: its closed form on top of the normal draw, stock checkpoints, values that are refused. The
-unigram output bias."""
+"""Mimetic initialization: closed form on top of the normal draw, stock checkpoints, refused values; unigram output
+bias."""
 
 import json
 import math

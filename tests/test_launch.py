@@ -1,4 +1,4 @@
-"""`tools/launch.py`: the script's exit code, its lines and no others, and Ctrl-C that reaches it and is waited for."""
+"""`tools/launch.py`: the script's exit code, only its output, and Ctrl-C, which it forwards and waits for."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and no process that outlives its launcher."""
+"""Lock of a run's folder; no process outlives its launcher."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def wait_until(condition, timeout_s=120):
 
 
 def in_child(folder, log):
-    """A child that takes the lock of `folder`, forks a worker, and sleeps."""
+    """A child that locks `folder`, forks a worker, and sleeps."""
 
     def hold():
         durable.lock(folder)
@@ -86,7 +86,7 @@ def test_of_two_starts_at_once_in_a_new_folder_one_runs(preset, tmp_path):
 
 
 def test_a_run_ends_with_its_launcher_and_saves_its_step(preset, tmp_path, root):
-    """`kill -9` of accelerate launch: the training process saves and ends, and holds nothing any more."""
+    """`kill -9` of accelerate launch: the training process saves its step, exits, and releases the lock."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
     command += [root / "train_mlm.py", "--config", preset, "--dataloader_num_workers", "1", *LONG]
     with open(tmp_path / "log.txt", "wb") as log:

@@ -1,4 +1,4 @@
-"""Progress of long parts: a bar on a terminal, elsewhere log lines; warnings of slow tokenization."""
+"""Progress of long operations: a bar on a terminal, log lines elsewhere; warnings of slow tokenization."""
 
 import io
 import logging
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def lines(monkeypatch, caplog):
-    """Log lines, of which a bar gives one every 0.05 seconds."""
+    """Log lines, one every 0.05 seconds for a bar."""
     monkeypatch.setattr(log, "LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, logger="recipe")
     return caplog

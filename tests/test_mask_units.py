@@ -1,4 +1,4 @@
-"""Masks of whole words, spans and n-grams: words are the tokenizer's own, and every law that the papers state holds."""
+"""Masks of whole words, spans and n-grams: words are those of the tokenizer; distributions are those of the papers."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def special_tokens(*names):
 
 @pytest.fixture(scope="module")
 def sentencepiece():
-    """A tokenizer that splits at blanks only, as ALBERT's and DeBERTa-v2's."""
+    """A tokenizer that splits at spaces only, like ALBERT's and DeBERTa-v2's."""
     named = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>"]
     text = "The cat's toy isn't under the old table; nobody has seen it since 1987. (Tuesday)"
     words = ["▁" + word for word in text.split()]  # not trained: the trainer's threads would hang a forked data worker
@@ -56,7 +56,7 @@ def sentencepiece():
 
 @pytest.fixture(scope="module")
 def english():
-    """A byte-level BPE in which every contraction of GPT-2's rule is a token."""
+    """A byte-level BPE in which each contraction of GPT-2's pattern is a token."""
     texts = ["It's what I've said, I'm sure they're here, we'll see, he'd know and can't. The cat isn't 19 or 1987! "]
     return train_tokenizer(texts * 50, 310)
 
@@ -67,7 +67,7 @@ def words_and_encoders(tokenizer):
 
 
 def own_starts(tokenizer, text):
-    """(ids, where words begin) by the tokenizer itself, which has the text."""
+    """(ids, word starts) by the tokenizer, from the text."""
     encoded = words_and_encoders(tokenizer)[1].encode(text, add_special_tokens=False)
     return encoded.ids, [n == 0 or encoded.word_ids[n] != encoded.word_ids[n - 1] for n in range(len(encoded.ids))]
 
@@ -128,7 +128,7 @@ def blocks(english):
 
 
 def masked(collator, blocks):
-    """(ids, ids that the model sees, predicted, begins of words, ends of words) of each block."""
+    """(ids, input ids with masks, predicted, word starts, word ends) of each block."""
     starts, all_special = word_starts(collator.tokenizer), collator.tokenizer.all_special_ids
     is_special = np.isin(np.arange(len(collator.tokenizer)), all_special)
     words = words_of_blocks([block["input_ids"] for block in blocks], starts, is_special, all_special[0])
@@ -155,7 +155,7 @@ def test_words_are_masked_whole_and_the_share_is_right(english, blocks, unit, pr
 
 
 def text_block(rng, length):
-    """Words of 1 to 3 tokens, and in three of four blocks a special token somewhere; (length,) tokens."""
+    """(length,) tokens of words of 1 to 3 tokens; three of four blocks have a special token somewhere."""
     begins = np.zeros(length, dtype=bool)
     ends = np.cumsum(rng.integers(1, 4, length))
     begins[ends[ends < length]] = True
@@ -169,7 +169,7 @@ def text_block(rng, length):
 @pytest.mark.parametrize("probability", [0.15, 0.3])
 @pytest.mark.parametrize("length", [64, 128, 512])
 def test_lengths_have_the_papers_law_in_blocks_of_any_length(unit, probability, length):
-    """Of all spans, also the last of a block, with the right share of tokens; none is in pieces or beside another."""
+    """All spans, the last of a block included, at the right masked share; no span is divided or next to another."""
     law = np.diff(LENGTHS[unit], prepend=0)
     by_paper = [0.2 * 0.8**n for n in range(10)] if unit == "span" else [1, 1 / 2, 1 / 3]
     assert law == pytest.approx(np.array(by_paper) / sum(by_paper))
@@ -205,7 +205,7 @@ def test_spans_of_a_text_of_short_sentences_are_no_longer_than_these():
 
 
 def test_every_word_is_as_likely():
-    """In a text of one sentence the words near its ends are in fewer places for a span; all others are alike."""
+    """In a text of one sentence, fewer spans cover the words near its ends; all other words are equally likely."""
     hits, draws = np.zeros(200), np.random.default_rng(1)
     one_sentence = Words(np.ones(200, dtype=bool), np.zeros(200, dtype=bool), np.arange(201))
     for _ in range(4000):
@@ -218,7 +218,7 @@ def test_every_word_is_as_likely():
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_shares_of_what_is_shown(english, blocks, unit):
-    """80/10/10: of a span for all its tokens together, else of each token by itself."""
+    """80/10/10: for all tokens of a span together, else for each token."""
     shown, together = Counter(), []
     for ids, seen, predicted, *_ in masked(MlmCollator(english, masking_unit=unit), blocks):
         kinds = np.where(seen == english.mask_token_id, 0, np.where(seen == ids, 2, 1))
@@ -260,7 +260,7 @@ def test_static_masks_come_again(english, blocks, unit):
     exact=st.booleans(),
 )
 def test_any_ids_can_be_masked(english, ids, unit, probability, exact):
-    """Also a block that begins within a word or a character, is all special tokens, or is dense with masks."""
+    """Including blocks that begin within a word or a character, of special tokens only, or densely masked."""
     count = "exact" if exact and unit == "whole_word" else "bernoulli"
     collator = MlmCollator(english, masking_unit=unit, mlm_probability=probability, mask_count=count)
     array = np.array(ids) % len(english)
@@ -279,7 +279,7 @@ def test_an_exact_count_is_of_words(english, blocks):
 
 
 def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, capsys, monkeypatch):
-    """Four steps at once, and two and two, over ten blocks, so that passes take the masks in turn."""
+    """Four steps at once, and two and two, over ten blocks, with alternating static masks."""
     flags = ["--config", preset, "--masking_unit", "span", "--static_masks", "2", "--max_train_samples", "10"]
     flags += ["--save_strategy", "steps", "--save_steps", "2"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])

@@ -1,4 +1,4 @@
-"""Masks have the paper's rates, depend on (seed, epoch, block) alone, and have exact counts as an option."""
+"""Masks: the paper's rates, a pure function of (seed, epoch, block), optional exact counts."""
 
 import math
 
@@ -94,7 +94,7 @@ def test_exact_counts_are_fairseqs(tokenizer, blocks):
 
 
 def test_same_law_as_the_stock_collator(tokenizer, blocks):
-    """The same rates and the same eligible positions as Hugging Face's collator."""
+    """The same rates and eligible positions as in Hugging Face's collator."""
     stock = DataCollatorForLanguageModeling(tokenizer, seed=3)
     theirs = stock([{"input_ids": block["input_ids"].tolist()} for block in blocks])["labels"] != IGNORED
     ours = MlmCollator(tokenizer, seed=3)(blocks)["labels"] != IGNORED

@@ -1,4 +1,4 @@
-"""Masked-LM head and loss: the gradient of the effective batch, and checkpoints that the stock class loads."""
+"""Masked-LM head and loss: gradient of the effective batch, checkpoints for the stock class."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def make_blocks(tokenizer, count=16, seed=0):
-    """Blocks of 20 to 60 ids, so that micro-batches differ in padding and in predicted positions."""
+    """Blocks of 20 to 60 ids, so that micro-batches differ in padding and in the number of predicted positions."""
     rng = np.random.default_rng(seed)
     ids = (np.r_[0, rng.integers(261, len(tokenizer) - 1, rng.integers(20, 60)), 2] for _ in range(count))
     return [Block({"input_ids": of_block.astype(np.uint16)}, number) for number, of_block in enumerate(ids)]
@@ -69,9 +69,10 @@ def seeded(cls, config):
 
 
 def difference(gradients, reference):
-    """Largest difference of a parameter's gradient, relative to the norm of the parameter's gradient.
+    """Largest difference of a parameter's gradient, relative to the norm of that gradient.
 
-    A key's bias shifts all scores of a row alike, so its gradient is rounding only: it is related to the norm of all.
+    A key's bias shifts all scores of a row alike, so its gradient is rounding error only; it is compared with the norm
+    of all gradients.
     """
     whole = torch.stack([g.norm() for g in reference.values()]).norm()
     return max(
@@ -91,7 +92,7 @@ def dense(config, tokenizer, collator):
 
 
 def by_definition(config, batch):
-    """Loss and gradients by the definition: stock model, all sequences at once, mean over the predicted positions."""
+    """Reference loss and gradients: stock model, undivided batch, mean over predicted positions."""
     model = seeded(transformers.RobertaForMaskedLM, config)
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     predicted = batch["labels"] != IGNORED
@@ -122,7 +123,7 @@ def test_the_stock_collator_in_place_of_ours(config, tokenizer, tmp_path):
 
 
 def test_the_stock_class_has_another_gradient_in_every_layout(config, tokenizer, collator, dense, tmp_path):
-    """The fault that our loss fixes; when this test fails, the stock class has fixed it too."""
+    """The bug that our loss fixes; if this test fails, the stock class is fixed."""
 
     def stock_columns(blocks):
         batch = collator(blocks)
@@ -146,7 +147,7 @@ def test_a_micro_batch_with_nothing_predicted(config, tokenizer):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
-    """Fake tensors have no values, so operations that synchronize raise."""
+    """Fake tensors have no values, so that synchronising operations raise."""
     batch = MlmCollator(tokenizer, seed=0)(make_blocks(tokenizer, 4))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = masked_lm_class(config)(config)
@@ -160,7 +161,7 @@ def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
 
 
 def test_losses_and_gradients_of_many_rows_are_torchs(monkeypatch):
-    """More rows than fit at once, in each precision; an ignored row has neither."""
+    """More rows than one chunk, in each precision; an ignored row has neither loss nor gradient."""
     torch.manual_seed(0)
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 50 * 128)
     targets = torch.randint(0, 50, (2 * 128 + 7,))
@@ -208,7 +209,7 @@ def test_sizes_are_the_papers(name, parameters, flops):
 
 
 def test_distilberts_flops_are_those_of_six_layers_of_bert():
-    """It names its widths otherwise."""
+    """Its config has other names for the widths."""
     distilbert, bert = AutoConfig.for_model("distilbert"), AutoConfig.for_model("bert", num_hidden_layers=6)
     assert flops_per_token(distilbert, 512, 0.15) == flops_per_token(bert, 512, 0.15)
 
@@ -236,7 +237,7 @@ def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, toke
 
 
 def test_a_checkpoint_is_the_stock_classs(config, tokenizer, tmp_path):
-    """Saved here, loaded by a process that cannot import this repository: same logits."""
+    """Saved here, loaded by a process without this repository: same logits."""
     torch.manual_seed(0)
     model = masked_lm_class(config)(config).eval()
     model.save_pretrained(tmp_path / "model")

@@ -22,7 +22,7 @@ RUN = "lr0.001-batch4-seed1"
 
 
 def sentence(number):
-    """Words and IOB2 tags: who (PER), and where (LOC)."""
+    """Words and IOB2 tags of a person (PER) and a place (LOC)."""
     rng = random.Random(number)
     who, where = rng.choice(SUBJECTS).split(), rng.choice(PLACES).split()
     tags = ["B-PER", *["I-PER"] * (len(who) - 1), "O", "O", "B-LOC", *["I-LOC"] * (len(where) - 1), "O"]
@@ -40,7 +40,7 @@ def conll(sentences, between="_ "):
 
 @pytest.fixture
 def argv(root, model_dir, tmp_path):
-    """A function that makes a command line of a second's training from further flags, on 40 sentences."""
+    """A function: the command line of a second of training on 40 sentences, with further flags."""
     (tmp_path / "train.conll").write_text(conll(SENTENCES), encoding="utf-8")
     own = {"model_name_or_path": model_dir, "output_dir": tmp_path / "out", "train_file": tmp_path / "train.conll"}
     own |= {"global_batch_size": 4, "per_device_train_batch_size": 4}
@@ -48,7 +48,7 @@ def argv(root, model_dir, tmp_path):
 
 
 def test_from_the_command_line(argv, tmp_path, capfd):
-    """The same command, a test set without tags, and `pipeline` with the names of the entities."""
+    """The same command again, an untagged test set, and `pipeline` with entity names."""
     (tmp_path / "new.conll").write_text("the\ncat\n\nsleeps\n")
     words = argv("--do_predict", "--test_file", tmp_path / "new.conll", learning_rate=1e-2, max_steps=60)
     summary = finetune_ner.main(words)
@@ -84,7 +84,7 @@ def test_predictions_have_tabs_where_a_tag_has_a_blank(tmp_path, monkeypatch):
 
 
 def test_any_accumulation_gives_one_curve(argv, tmp_path):
-    """The loss is the mean over the words of the whole batch: sentences differ in length."""
+    """The loss is the mean over the words of the effective batch; sentences differ in length."""
     curves = []
     for micro_batch in (4, 1):
         finetune_ner.main(argv(per_device_train_batch_size=micro_batch, output_dir=tmp_path / str(micro_batch)))
@@ -129,7 +129,7 @@ def test_no_word_is_lost_between_windows(request, kind, length):
 
 @pytest.mark.parametrize("name", ["t.conll", "t.txt", "t.jsonl", "t.parquet", "classes.parquet", "hub"])
 def test_formats(argv, tmp_path, monkeypatch, name):
-    """The same sentences from each format; class numbers have names in a file of `datasets` and on the Hub."""
+    """The same sentences in each format; files of `datasets` and the Hub have names for class numbers."""
     path, words = tmp_path / name, argv(train_file=tmp_path / name)
     rows = [{"tokens": words, "ner_tags": tags} for words, tags in SENTENCES]
     if name in ("hub", "classes.parquet"):
@@ -213,7 +213,7 @@ CONLL = [  # file, words and tags
 
 @pytest.mark.parametrize(("text", "expected"), CONLL)
 def test_conll_files(tmp_path, text, expected):
-    """Comments, words with blanks between tabs, BILOU."""
+    """Comments, tab-separated words with spaces, BILOU."""
     (tmp_path / "t.conll").write_text(text)
     rows = ner.read_file(str(tmp_path / "t.conll"), "words", "tags")
     found = ner.parse_rows("t.conll", rows, "words", "tags", False)
@@ -221,7 +221,7 @@ def test_conll_files(tmp_path, text, expected):
 
 
 def test_other_tags_and_words_with_blanks(argv, tmp_path, capfd):
-    """The log names tags that are not of entities, and those that training lacks; predictions have tabs."""
+    """The log names tags that are no entity tags, and tags that training lacks; predictions are tab-separated."""
     rows = [{"tokens": ["New York", "is", "here"], "ner_tags": ["LOC", "O", "O"]}] * 9
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "v.jsonl").write_text(
@@ -256,7 +256,7 @@ def test_scores_are_seqevals(scheme, gold, predicted, f1, strict_f1):
 
 
 def test_random_tags_are_scored_as_by_seqeval():
-    """Where it is installed: pip install seqeval."""
+    """Skipped without `pip install seqeval`."""
     metrics, schemes = pytest.importorskip("seqeval.metrics"), pytest.importorskip("seqeval.scheme")
     rng = random.Random(1)
     for number in range(2000):

@@ -1,4 +1,4 @@
-"""notebooks/demonstration.ipynb: its code cells run in order in a copy of the repository; no output is committed."""
+"""notebooks/demonstration.ipynb: the code cells run in order in a copy of the repository; outputs are not committed."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Span-boundary, next-sentence and sentence-order objectives: targets, heads by the plain definition, runs."""
+"""Span-boundary, next-sentence and sentence-order objectives: targets, heads, runs."""
 
 import dataclasses
 import shutil
@@ -28,7 +28,7 @@ def model(config):
 
 
 def by_definition(model, ids, labels):
-    """The sum of the losses of one row, token by token."""
+    """Reference: the sum of losses of a row, token by token."""
     head, total = model.sbo_head, torch.zeros(())
     hidden = model.roberta(ids[None])[0][0]
     for at in (labels != IGNORED).nonzero()[:, 0].tolist():
@@ -60,7 +60,7 @@ def test_the_loss_is_that_of_the_definition(model, tokenizer):
 
 
 def test_a_span_at_the_end_of_a_block_is_no_target(tokenizer):
-    """Of a block that was cut within a sentence."""
+    """In a block that was cut within a sentence."""
     block = {"input_ids": np.array([0, *range(261, 300)])}
     at_end = 0
     for epoch in range(60):
@@ -120,7 +120,7 @@ def test_padding_is_no_target(tokenizer):
 
 @pytest.mark.parametrize("types", [1, 2])
 def test_the_loss_of_pairs_is_that_of_the_definition(config, tokenizer, preset, tmp_path, types):
-    """With segment types where the model has them."""
+    """With token types if the model has them."""
     config.initializer_range, config.type_vocab_size = 0.3, types
     torch.manual_seed(0)
     model = masked_lm_class(config, objectives=named(["mlm", "nsp"]))(config).eval()

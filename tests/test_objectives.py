@@ -1,4 +1,5 @@
-"""A further objective and optimizer are a declaration each (toy_declarations.py): no line of the library names them."""
+"""New objectives and optimizers are a single declaration (toy_declarations.py), and appear nowhere else in the
+library."""
 
 import functools
 import itertools
@@ -88,7 +89,7 @@ def test_columns_pass_through_stream_cache_repetition_collator_and_fixed_masks(r
 
 
 def by_definition(config, tokenizer, blocks):
-    """(losses by objective, gradients) of all blocks at once, each loss a mean over its own targets."""
+    """Reference (losses by objective, gradients) of the undivided batch; each loss is a mean over its own targets."""
     torch.manual_seed(0)
     model = toy_model(config)
     batch = MlmCollator(tokenizer, seed=1, pad_to_multiple_of=8)(blocks)
@@ -130,7 +131,7 @@ KEYS = ("loss", "mlm_loss", "toy_loss", "grad_norm", "digest")
 
 
 def losses_of(folder):
-    """(log lines of training, run record) of a run that saved step 4."""
+    """(training log lines, run record) of a run that saved step 4."""
     log = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     record = json.loads((folder / "run_record.json").read_text())
     return [{key: line[key] for key in KEYS} for line in log if "loss" in line], record
@@ -138,7 +139,7 @@ def losses_of(folder):
 
 @pytest.fixture
 def train_toy(preset, toy_config, tmp_path):
-    """train_mlm.py with the toy's objective, in this process."""
+    """Run train_mlm.py with the toy objective, in this process."""
     toy_config.to_json_file(tmp_path / "config.json")
 
     def train(folder, *argv):
@@ -210,7 +211,7 @@ train_mlm.main(["--help"])
 
 
 def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_config, tmp_path):
-    """In another process, as flags are made on import."""
+    """In a subprocess, as flags are defined on import."""
     toy_config.to_json_file(tmp_path / "config.json")
     flags = ["--objective", "mlm", "toy", "--optim", "toy", "--optim_args", "momentum=0.8", "--save_strategy", "steps"]
     flags += ["--save_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2", tmp_path / "run", tmp_path / "b"]

@@ -1,4 +1,4 @@
-"""Odd values and files: an error in one line with value and fix, before anything is trained."""
+"""Odd values and files: an error message of one line with value and fix, before training."""
 
 import importlib.util
 import random
@@ -70,7 +70,7 @@ def test_files_of_fairseq_of_another_shape_are_a_line(tmp_path):
 
 
 def test_a_sample_of_odd_flags_and_damaged_files(tmp_path):
-    """As `benchmarks/flag_fuzz.py` has them all."""
+    """A sample of the cases of `benchmarks/flag_fuzz.py`."""
     rng, shared = random.Random(7), tmp_path / "inputs"
     shared.mkdir()
     fuzz.prepare(shared)

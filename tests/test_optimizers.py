@@ -1,4 +1,4 @@
-"""LAMB and Muon: their published updates as oracle, runs that resume, and where they cannot work."""
+"""LAMB and Muon: updates equal the published ones; runs resume; unsupported combinations."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def arguments(tmp_path, optim, **values):
 
 
 def stepped(model, optimizer, steps=3):
-    """The gradients of each step, drawn at random, by the name of their weight."""
+    """Random gradients of each step, by name of the weight."""
     torch.manual_seed(1)
     drawn = []
     for _ in range(steps):
@@ -43,7 +43,7 @@ def stepped(model, optimizer, steps=3):
 
 @pytest.mark.parametrize("decay", [0.1, 0.0])
 def test_lamb_is_algorithm_2_of_its_paper(tmp_path, decay):
-    """Without bias correction and without limits of the norm, and with no norm where nothing decays, as in the code of
+    """Without bias correction and limits of the norm, and without trust ratio for undecayed weights, as in the code of
     LAMB's and ALBERT's authors."""
     args = arguments(tmp_path, "lamb", weight_decay=decay)
     torch.manual_seed(0)
@@ -68,8 +68,8 @@ def test_lamb_is_algorithm_2_of_its_paper(tmp_path, decay):
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path, bf16, adjust, monkeypatch):
-    """Each weight moves as under that optimizer alone; with its own rate and decay. Muon's products have the precision
-    of the run: PyTorch's own are in bf16, and the oracle for fp32 is PyTorch's without that conversion."""
+    """Each weight is updated as by its optimizer alone, with its own learning rate and decay. Muon's products have the
+    run's precision: PyTorch's are in bf16, and the reference for fp32 is PyTorch's code without that conversion."""
     options = f"lr=0.05,weight_decay=0.2,momentum=0.9,ns_steps=4,adjust_lr_fn={adjust}"
     args = arguments(tmp_path, "muon", weight_decay=0.1, bf16=bf16, optim_args=options)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_a_resumed_run_keeps_both_rates(preset, tmp_path):
 
 
 def test_lamb_does_not_adapt_to_what_keeps_padding_out(preset, tmp_path):
-    """The biases of 48 rows of padding have a norm of 7e4, by which the others would be moved."""
+    """The biases of 48 padded vocabulary rows have a norm of 7e4, which would scale the updates of the others."""
     flags = ["--config", preset, "--optim", "lamb", "--max_steps", "12", "--logging_steps", "12"]
     plain = train_mlm.main([*flags, "--output_dir", str(tmp_path / "plain")])
     padded = train_mlm.main([*flags, "--output_dir", str(tmp_path / "padded"), "--pad_vocab_to_multiple_of", "64"])

@@ -1,4 +1,4 @@
-"""Which block comes when: shares, windows and processes, by arithmetic alone."""
+"""Order of blocks: shares, shuffle windows and ranks, by arithmetic alone."""
 
 import itertools
 import re
@@ -55,7 +55,7 @@ def test_the_mixture_keeps_shares_and_needs_no_earlier_positions(sizes):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_step_k_takes_the_same_positions_in_every_layout(processes, workers, batch_size):
-    """Positions [k x B, (k + 1) x B), each once, whatever the processes, data workers and accumulation."""
+    """Positions [k x B, (k + 1) x B), each once, for any number of processes, data workers and accumulation steps."""
     batch, start = 24, 48
     steps = [[] for _ in range(4)]
     for process in range(processes):
@@ -69,7 +69,7 @@ def test_step_k_takes_the_same_positions_in_every_layout(processes, workers, bat
 
 
 def skipped_at_random(rng):
-    """Ranges that overlap, touch, contain each other, and are given in any order; the positions in them."""
+    """Ranges that overlap, touch or contain each other, in any order; and the set of their positions."""
     starts = rng.integers(0, 300, size=rng.integers(0, 7))
     ranges = [range(int(start), int(start + rng.integers(1, 60))) for start in starts]
     return ranges, set(itertools.chain.from_iterable(ranges))
@@ -132,8 +132,8 @@ def test_a_draw_takes_one_item_of_each_of_as_many_equal_stretches(counts, limit,
 
 
 def test_the_benchmark_of_mixing_and_resuming_runs(root, tmp_path, tokenizer_dir, monkeypatch, capsys):
-    """`benchmarks/order.py`, which docs/pretraining.md cites: in the order of the file neighbours meet in most batches,
-    in few when blocks are permuted."""
+    """`benchmarks/order.py`, cited in docs/pretraining.md: neighbours share most batches in file order, and few in
+    permuted order."""
     text = write_parquet(tmp_path / "text.parquet", make_documents(200, seed=1))
     (tmp_path / "corpus.yaml").write_text(f"sources: [{{name: stories, files: {text}}}]\nvalidation_share: 0.1\n")
     flags = ["--corpus", str(tmp_path / "corpus.yaml"), "--tokenizer_name", tokenizer_dir, "--max_seq_length", "32"]

@@ -1,4 +1,4 @@
-"""finetune_glue.py on the user's tables: formats, columns, labels, held-out rows, predictions, bad input."""
+"""finetune_glue.py on own tables: formats, columns, labels, held-out rows, predictions, bad input."""
 
 import json
 import math
@@ -26,7 +26,7 @@ BATCH = ("--global_batch_size", 4, "--per_device_train_batch_size", 4)
 
 @pytest.fixture
 def argv(root, model_dir, tmp_path):
-    """A function that makes a command line of a second's training on a table of this text, or on a file."""
+    """A function: the command line of a second of training on a table with this text, or on a file."""
 
     def of(name, content, *others, preset="presets/glue/own.yaml"):
         if content is not None:
@@ -61,7 +61,7 @@ def test_csv_with_quotes_and_line_ends_and_its_predictions(argv, tmp_path, capfd
 
 @pytest.mark.parametrize("name", ["p.parquet", "p.jsonl", "p.json", "p.tsv", "hub"])
 def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
-    """The same rows give the same task, from a file or a folder that `datasets` loads as it loads the Hub's."""
+    """The same rows give the same task from a file and from a folder that `datasets` loads."""
     path = tmp_path / name
     if name == "hub":
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -117,7 +117,7 @@ def test_scores_are_a_regression_on_their_range(argv, tmp_path, capfd):
 
 
 def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tmp_path, capfd):
-    """`test_glue_data.py` holds the error for a length on the command line."""
+    """`test_glue_data.py` tests the error for a length on the command line."""
     log.log_once.cache_clear()
     words = argv("my.csv", CSV, "--text_column", "review", "--label_column", "stars")
     del words[(at := words.index("--max_seq_length")) : at + 2]
@@ -127,14 +127,14 @@ def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tm
 
 
 def test_scores_far_from_zero(argv, tmp_path):
-    """Seconds since 1970: float32 rounds all predictions to one number."""
+    """Seconds since 1970, where float32 would round all predictions to the same number."""
     table = "sentence,label\n" + "".join(f"{word} {n},{10**9 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))
     summary = finetune_glue.main(argv("s.csv", table, "--validation_file", tmp_path / "s.csv"))
     assert math.isfinite(summary["settings"][0]["medians"]["pearson"])
 
 
 def test_predictions_of_scores_are_on_the_users_scale(argv, tmp_path):
-    """Also on one of a millionth; the saved model's output is the share of it that the card names."""
+    """Also for a scale of a millionth; the card names the factor of the saved model's output."""
     table = "sentence,label\n" + "".join(f"{word} {n},{20 + n}.5e-6\n" for n, word in enumerate(SUBJECTS * 2))
     words = argv(
         "s.csv", table, "--validation_file", tmp_path / "s.csv", "--do_predict", "--test_file", tmp_path / "s.csv"
@@ -162,7 +162,7 @@ TOPIC_ROWS = [
 
 
 def test_lists_of_labels_are_a_multi_label_task(argv, tmp_path, capfd):
-    """Any micro-batch gives one curve, with the loss of the formula; `pipeline` gives a probability per label."""
+    """Any micro-batch gives the same curve, with the loss by definition; `pipeline` gives a probability per label."""
     lines, curves = "".join(json.dumps(row) + "\n" for row in TOPIC_ROWS), []
     (tmp_path / "new.jsonl").write_text('{"text": "the cat"}\n')
     for micro_batch in (4, 2):
@@ -252,7 +252,7 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
 
 @pytest.mark.parametrize("values", [[0, 1, 1], [[0], [1, 0], []]])
 def test_class_names_of_a_parquet_file(tmp_path, values):
-    """`datasets` writes them into the schema."""
+    """`datasets` stores them in the schema."""
     kind = datasets.ClassLabel(names=["neg", "pos"])
     kind = datasets.List(kind) if isinstance(values[0], list) else kind
     table = datasets.Dataset.from_dict({"label": values}, datasets.Features({"label": kind}))
@@ -263,7 +263,7 @@ def test_class_names_of_a_parquet_file(tmp_path, values):
 
 @pytest.mark.parametrize("names", [(0, 1, 2), ((0, 0, 1), (0, 1, 0), (1, 0, 1)), (0.5, 1.5, 2.5)])
 def test_the_only_row_of_a_class_is_a_training_row(names):
-    """Scores have no classes."""
+    """Regression tasks have no classes."""
     labels = [names[0]] * 4 + [names[1]] + [names[2]] * 55
     train, held_out = own_task.hold_out(labels)
     assert sorted([*train, *held_out]) == [*range(60)] and (4 in train) == (names[0] != 0.5)

@@ -1,5 +1,4 @@
-"""Own text, own checkpoint, stock command lines: which preset, tokenizer and number of steps apply, and that the screen
-states them."""
+"""Own text, own checkpoint, stock command lines: the applied preset, tokenizer and number of steps are logged."""
 
 import contextlib
 import math
@@ -103,7 +102,8 @@ def test_a_vocabulary_grows_with_the_text():
 
 
 def test_own_text_in_one_command(texts, tmp_path, capsys):
-    """Tokenizer, preset and steps are stated; the vocabulary is what the text gives. A resumed run trains no other."""
+    """Tokenizer, preset and steps are logged; the vocabulary size follows from the text. A resumed run trains no new
+    tokenizer."""
     argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
     argv += ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
     record = train_mlm.main(argv)
@@ -135,7 +135,7 @@ def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_pa
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_machines_that_train_the_tokenizer_of_a_shared_folder_at_once(texts, tmp_path, monkeypatch, machines):
-    """The slower one finds it there. On one machine, that is another run's."""
+    """The slower one finds it there. On a single machine, it belongs to another run."""
     argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
     argv += ["--config_overrides", "vocab_size=300"]
     (args, training_args), _ = train_mlm.read_arguments(argv)

@@ -1,4 +1,4 @@
-"""Input formats: exact layout, nothing lost, nothing cut but what cannot fit."""
+"""Input formats: exact layout, no lost tokens, no cuts except where a sentence does not fit."""
 
 import itertools
 import random
@@ -74,7 +74,7 @@ def test_sequences_of_doc_sentences_are_those_of_each_document_alone(documents, 
 
 
 def test_blocks_of_doc_sentences_are_as_full_as_those_of_full_sentences():
-    """Documents of 40 to 900 tokens in blocks of 512: a step has as many tokens."""
+    """Documents of 40 to 900 tokens in blocks of 512: equal numbers of tokens per step."""
     rng = random.Random(0)
     documents = [[[9] * rng.randint(5, 40) for _ in range(rng.randint(2, 40))] for _ in range(400)]
     doc, full = (np.mean([*map(len, pack(packer, documents, 512))]) / 512 for packer in (doc_sentences, full_sentences))

@@ -1,4 +1,4 @@
-"""Pairs of segments and sentences: nothing of the text is lost, labels are what the text says, half of each."""
+"""Pairs of segments and sentences: no lost text, true labels, half of each."""
 
 import collections
 import itertools
@@ -16,7 +16,7 @@ LABELLED = [name for name in FORMATS if not name.endswith("in_order")]
 
 
 def documents_of(rng, count, sentences=(1, 30), length=(3, 40)):
-    """Documents whose every token is another number, so that each says where it comes from."""
+    """Documents with distinct tokens, which identify their position."""
     numbers = itertools.count(10)
     return [
         [[next(numbers) for _ in range(rng.randint(*length))] for _ in range(rng.randint(*sentences))]
@@ -29,7 +29,7 @@ def pack(name, documents, length, *key):
 
 
 def packed_pairs(name, documents, length, *key):
-    """(A, B, label) of all that have a label."""
+    """(A, B, label) of all labelled pairs."""
     return [pair for block in pack(name, documents, length, *key) for pair in sequences(block) if pair[2] is not None]
 
 
@@ -99,8 +99,7 @@ def test_pairs_without_an_objective_are_those_of_sop_none_swapped(name):
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_half_of_the_pairs_have_each_label_and_versions_are_independent(name):
-    """Where A is the same text in two versions, half of the labels differ. Segments are of like length under both
-    labels."""
+    """For the same A in two versions, half of the labels differ. Segments of both labels have similar lengths."""
     documents, by_version = documents_of(random.Random(1), 400, sentences=(5, 30)), []
     for version in (0, 1, 2, 0):
         found = packed_pairs(name, documents, 128, 0, 0, 0, version)
@@ -119,7 +118,7 @@ def test_half_of_the_pairs_have_each_label_and_versions_are_independent(name):
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_many_small_files_have_both_labels(name):
-    """A document a file, or the two that NSP needs: what is drawn is not that of the same pair of every other file."""
+    """Files of one document, or two for NSP: draws are independent between files."""
     labels = []
     for number in range(400):
         few = documents_of(random.Random(number), 1 + name.endswith("nsp"), sentences=(2, 4), length=(3, 9))
@@ -130,8 +129,8 @@ def test_many_small_files_have_both_labels(name):
 @pytest.mark.parametrize("name", [name for name in LABELLED if name.endswith("nsp")])
 @pytest.mark.parametrize("sentences", [(1, 30), (300, 500)], ids=["articles", "books"])
 def test_lengths_and_ends_of_segments_do_not_tell_their_label(name, sentences):
-    """The rule that says most often right in one half of the pairs, asked of the other. And second segments are not a
-    few texts again and again, and few of them begin a document."""
+    """The best rule on one half of the pairs, tested on the other half. Second segments vary, and few of them start a
+    document."""
     documents = documents_of(random.Random(6), 24000 // sum(sentences), sentences=sentences)
     ends = {sentence[-1] for document in documents for sentence in document}
     beginnings = {document[0][0] for document in documents}
@@ -151,8 +150,8 @@ def test_lengths_and_ends_of_segments_do_not_tell_their_label(name, sentences):
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
 def test_a_tenth_of_the_pairs_are_shorter_where_they_are_wanted(objective):
-    """BERT: any length from 2 tokens to a block's. Of sentences of four tokens, all others fill their block, but for
-    those with text of another document, which may end before."""
+    """As in BERT: any length from 2 tokens to a block's. With sentences of four tokens, all others fill their block,
+    except those with text of another document, which may end earlier."""
     documents = documents_of(random.Random(4), 12, sentences=(3000, 3000), length=(4, 4))
     for name, share in ((f"segment_pair {objective}", 0.0), (f"segment_pair_short {objective}", 0.1)):
         found = packed_pairs(name, documents, 128)

@@ -1,4 +1,4 @@
-"""Masks of named entities and noun phrases: whole phrases and words in turn, the same from text and cache."""
+"""Masks of named entities and noun phrases: phrases and words alternate, equally from text and token cache."""
 
 import itertools
 import re
@@ -26,7 +26,7 @@ PHRASE = re.compile(r"the (old )?\w+|my \w+ \w+")
 
 
 class Pipeline:
-    """Finds what `PHRASE` says, as a pipeline of spaCy shows it."""
+    """A stand-in for a spaCy pipeline that finds `PHRASE`."""
 
     max_length = 100
 
@@ -75,7 +75,7 @@ def test_marked_tokens_are_those_of_the_phrase_and_the_ids_are_the_same(tokenize
 
 
 def words_of(lengths):
-    """Words of so many tokens each, between two special tokens."""
+    """Words of the given numbers of tokens, between two special tokens."""
     begins = np.zeros(sum(lengths) + 2, dtype=bool)
     first = 1 + np.cumsum([0, *lengths[:-1]])
     begins[first] = True
@@ -105,7 +105,7 @@ def test_phrases_and_words_in_turn_as_likely():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.integers(0, 40), st.integers(0, 99), st.data())
 def test_any_marks_give_whole_words(lengths, budget, seed, data):
-    """Also marks that begin or end within a word, or without a beginning."""
+    """Including marks that begin or end within a word, or have no beginning."""
     words = words_of(lengths)
     inner = data.draw(st.lists(st.integers(0, 2), min_size=sum(lengths), max_size=sum(lengths)))
     marks = np.array([0, *inner, 0], dtype=np.uint8)
@@ -131,7 +131,7 @@ def test_a_run_from_text_and_from_a_cache_is_one_run(preset, spacy, tmp_path, mo
 
 @pytest.mark.parametrize("input_format", ["full_sentences", "doc_sentences", "contiguous", "sentence_pair nsp"])
 def test_marks_go_with_every_format(train_file, tokenizer, spacy, monkeypatch, input_format):
-    """The text of marked tokens is a phrase, wherever a format puts it, and is masked more often than other text."""
+    """Marked tokens are phrases in every format, and are masked more often than other text."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     corpus, found = corpus_of("c", [Source("s", files=train_file)]), 0
     reader = TextReader(corpus, tokenizer, packer=input_format, max_seq_length=64, seed=0, phrases=PHRASES)

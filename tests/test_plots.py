@@ -1,4 +1,4 @@
-"""Plots show something of the shortest run too: a line through one point is nothing."""
+"""Plots of the shortest runs are readable: a curve of one point has a marker."""
 
 import pytest
 from matplotlib.figure import Figure
@@ -8,14 +8,14 @@ from roberta_recipe.publishing import plots
 
 @pytest.fixture
 def shown(monkeypatch):
-    """The curves of the figure that was drawn last: (points, marker) of each."""
+    """(points, marker) of each curve in the last figure."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **others: (drawn.append(figure), save(figure, *args)))
     return lambda: [(len(line.get_xdata()), line.get_marker()) for axes in drawn[-1].axes for line in axes.lines]
 
 
 def record(steps):
-    """What the plots read of a run that logged so many steps."""
+    """The part of a record that plots read, for a run with so many logged steps."""
     losses = [[step, 5.0 - step / 1000] for step in range(1, steps + 1)]
     return {
         "loss_at_steps": {"train": losses, "validation": losses[-1:]},

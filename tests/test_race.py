@@ -1,4 +1,5 @@
-"""RACE through the command line, on generated passages: blanks, several questions a passage, long options."""
+"""finetune_race.py through its command line, on generated passages: blanks, several questions per passage, long
+options."""
 
 import json
 import math
@@ -30,7 +31,7 @@ COUNTS = {"train": 8, "dev": 4, "test": 3}
 
 
 def passage(number, seed):
-    """Three questions; in the first and second the option fills a blank."""
+    """Three questions; in the first and second, the option fills a blank."""
     rng = random.Random(f"{seed}-{number}")
     whos, places = rng.sample(SUBJECTS, 4), rng.sample(PLACES, 4)
     verbs = [rng.choice(VERBS) for _ in whos]
@@ -63,7 +64,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function that makes a command line of a second's training from further flags."""
+    """A function: the command line of a second of training, with further flags."""
 
     def of(*others):
         own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "race"}
@@ -113,7 +114,7 @@ def test_any_accumulation_and_activation_checkpointing_give_one_curve(flags, tmp
 
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
-    """The model learns three questions by heart."""
+    """The model memorises three questions."""
     for split in ("train", "dev"):
         for number in range(3):
             row = passage(number, "learn")
@@ -126,7 +127,7 @@ def test_it_learns_what_can_be_learnt(flags, tmp_path):
 
 
 def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, capsys):
-    """Other questions in the test folder are scored from the weights, or refused where the weights are deleted."""
+    """Other questions in the test folder are scored with the kept weights, or refused if the weights were deleted."""
     shutil.copytree(data_dir, tmp_path / "data")
     argv = flags("--do_predict", "--data_dir", tmp_path / "data")
     finetune_race.main(argv)
@@ -159,7 +160,7 @@ def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir
 
 
 def test_scores_come_from_the_stored_model(flags, tmp_path, data_dir, tokenizer):
-    """The reference: each question alone, encoded as a pair by the tokenizer itself."""
+    """Reference: each question alone, encoded as a pair by the tokenizer."""
     finetune_race.main(flags())
     best = tmp_path / "race" / RUN / "best"
     model = AutoModelForMultipleChoice.from_pretrained(best).eval()
@@ -197,7 +198,7 @@ def test_files_are_read_in_order_and_folded(data_dir):
 
 
 def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
-    """As two passages of the official train/high, at the beginning, inside and at the end."""
+    """As in two passages of the official train/high, at the start, in the middle and at the end."""
     for number in range(6):
         empty = {"questions": [], "options": [], "answers": []} if number in (0, 2, 5) else {}
         write(tmp_path / "train" / "high", f"{number}.txt", {**passage(number, "gaps"), **empty})
@@ -212,7 +213,7 @@ def test_passages_without_questions_are_named_and_give_no_example(tmp_path):
 @pytest.mark.parametrize("max_seq_length", [44, 64, 512])
 @pytest.mark.parametrize("kind", ["tokenizer", "wordpiece"])
 def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
-    """Cut or not, for both kinds of special tokens; the last special token is never cut."""
+    """Truncated or not, for both kinds of special tokens; the last special token stays."""
     of = request.getfixturevalue(kind)
     texts = make_documents(5, seed=4, sentences=(1, 6))
     options = ("a boat", "the red cat", "it", "my old dog")

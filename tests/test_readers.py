@@ -1,4 +1,4 @@
-"""Reading files: the documents of each format, damaged and truncated files, bad rows, retries of remote reads."""
+"""Reading files: documents of each format, damaged and truncated files, bad rows, retries of remote reads."""
 
 import bz2
 import functools
@@ -44,14 +44,14 @@ FORMAT = {".txt": "text", ".jsonl": "json", ".json": "json"}
 
 
 def read(path, start=0):
-    """The documents of a file; a row that cannot be read is None."""
+    """The documents of a file; None for an unreadable row."""
     kind = next(FORMAT[suffix] for suffix in path.suffixes if suffix in FORMAT)
     rows = reading.read_file(Source("s", files=str(path)), kind, str(path), start)
     return [row if isinstance(row, str) else None for row in rows]
 
 
 def skipped(path, start=0):
-    """(row number, text) of the documents of a file under `on_bad_shard: skip`, lost rows, and files that broke off."""
+    """(row number, text) of a file's documents under `on_bad_shard: skip`, lost rows, and files that end early."""
     source = Source("s", files=str(path))
     corpus = corpus_of("c", [source], validation_share=1e-9, on_bad_shard="skip")
     rows = list(reading.file_rows(corpus, source, "train", str(path), start))
@@ -66,13 +66,13 @@ PIECES = ["One.", "é ", "\u200b", " ", "\t", "\u00a0", "\u2028", "\x0c", "\ufef
 
 
 def documents_by_definition(text):
-    """The oracle, of a text with Python's line ends."""
+    """Reference: documents of a text with Python's line ends."""
     lines = ["\n" if not line.strip() else line for line in io.StringIO(text)]
     return [document for document in "".join(lines).split("\n\n") if document]
 
 
 def test_random_text_files_have_the_documents_of_the_definition(tmp_path):
-    """From every row; without lines of blanks, the documents are those of `datasets`."""
+    """Starting from every row; without blank lines, documents equal those of `datasets`."""
     resumed = without_blanks = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -99,7 +99,7 @@ def test_random_text_files_have_the_documents_of_the_definition(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_documents_are_those_of_datasets(tmp_path, suffix):
-    """JSON lines, lists and Parquet that `datasets` reads as they were meant."""
+    """JSON lines, lists and Parquet files that `datasets` reads correctly."""
     for seed in range(8):
         rng = random.Random(seed)
         texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 30))]
@@ -132,7 +132,7 @@ def test_a_json_list_of_objects_or_strings(tmp_path):
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet_and_arrow_give_the_text_column_from_every_row(tmp_path, kind):
-    """Beside columns that `datasets` has no type for, or that have its name inside."""
+    """Next to columns of types that `datasets` lacks, or with the same name nested inside."""
     texts = [f"Document {number}" for number in range(700)]
     others = {
         "meta": pa.array([{"text": None}] * 700, pa.struct({"text": pa.string()})),
@@ -166,7 +166,7 @@ def test_a_text_file_is_not_read_whole():
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize("suffix", CONTENT)
 def test_a_file_cut_anywhere_is_refused_or_ends_between_two_members(tmp_path, suffix, compression):
-    """At every byte. Between two complete members, the file is the file of the members before."""
+    """At every byte. Cut between two complete members, the file is a valid shorter file."""
     content, borders, archive = CONTENT[suffix], {0: 0}, b""
     step = -(-len(content) // 3)
     for begin in range(0, len(content), step):
@@ -192,7 +192,7 @@ def test_a_file_cut_anywhere_is_refused_or_ends_between_two_members(tmp_path, su
 
 @pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path, compression):
-    """In one member of .xz: lzma ignores what follows it and is none."""
+    """In one member of an .xz file: lzma ignores trailing data that is no member."""
     content, split = CONTENT[".txt"], 0 if compression == ".xz" else 20
     whole = b"".join(COMPRESS[compression](part) for part in (content[:split], content[split:]) if part)
     path, refused = tmp_path / f"a.txt{compression}", 0
@@ -247,7 +247,7 @@ GOOD_ROW = st.tuples(st.text(), st.dictionaries(st.text(max_size=3).filter("text
 @settings(max_examples=40)
 @given(st.lists(GOOD_ROW | st.sampled_from(BAD_ROWS), max_size=12), st.sampled_from(["\n", "\r\n", "\n \n"]))
 def test_a_bad_row_loses_itself_and_other_columns_never_matter(tmp_path_factory, rows, line_end):
-    """From every row on, too. A first row keeps the file from being one JSON list."""
+    """Also starting from every row. The first row keeps the file from being a single JSON list."""
     path, rows = tmp_path_factory.mktemp("rows") / "a.jsonl", [("first", {}), *rows]
     lines = [row[0] if isinstance(row[0], bytes) else json.dumps({"text": row[0], **row[1]}).encode() for row in rows]
     path.write_bytes(line_end.encode().join(lines))

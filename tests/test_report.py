@@ -1,4 +1,4 @@
-"""The report: tables, verdict, curves and pages say what the records say, and name what was not run once."""
+"""results/report.py: tables, verdict, curves and pages agree with the records; missing results are named."""
 
 import json
 import re
@@ -17,7 +17,7 @@ EMPTY = "# Title\n<!-- results: made by make report -->\nold\n<!-- end of result
 
 @pytest.fixture(scope="module")
 def ledger(root):
-    """results/report.py, a script beside the records, loaded as a module."""
+    """results/report.py, loaded as a module."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("ledger", root / "results" / "report.py")
@@ -91,7 +91,7 @@ def report(ledger, tmp_path, *argv):
 
 
 def write_blimp(folder, score, random):
-    """BLiMP scores beside a pretraining record."""
+    """Write BLiMP scores next to a pretraining record."""
     scores = [
         {"mean_of_paradigms": mean, "mean_of_phenomena": mean}
         | {f"mean_of_{kind}_interval": [mean - 0.01, mean + 0.01] for kind in ("paradigms", "phenomena")}
@@ -103,7 +103,7 @@ def write_blimp(folder, score, random):
 
 
 def write_pair(ledger, tmp_path, task, pretrained, random, **settings):
-    """Add a fine-tuning of the model `mini` from its weights, and the same from random weights."""
+    """Add a fine-tuning of the model `mini`, and its control from random weights."""
     write_tuning(tmp_path / f"{task}_ours", pretrained, task=task, **settings)
     write_tuning(tmp_path / f"{task}_random", random, task=task, random_weights=True, **settings)
     for side in ("ours", "random"):
@@ -185,7 +185,7 @@ def test_the_verdict_follows_from_the_seeds(ledger, tmp_path, pretrained, random
 
 
 def test_a_task_among_several_is_corrected_for_them(ledger, tmp_path):
-    """Two tasks: 2 of 252 splits each, twice that by Holm; one of seven tasks would not be said any more."""
+    """Two tasks: 2 of 252 splits each, twice that by Holm; one of seven tasks would not be significant."""
     write_pretraining(tmp_path / "results" / "mini")
     apart = [0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64]
     for task in ("rte", "mrpc"):
@@ -241,7 +241,7 @@ def test_readme_rows_are_written_on_request_the_best_first(ledger, tmp_path):
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
-    """RACE of a single level has no accuracy of the other level; settings come from the picked row, not the preset."""
+    """RACE of a single level has no accuracy of the other; settings come from the picked row, not from the preset."""
     write_pretraining(tmp_path / "results" / "mini")
     write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
     (path,) = (tmp_path / "race").glob("*/run_record.json")
@@ -289,7 +289,7 @@ def test_bad_input(ledger, tmp_path):
 
 
 def test_what_is_committed_is_what_the_records_give(ledger, root):
-    """Page and ledger belong together, and the README's table if it has one: `make report` after every change."""
+    """The committed page and README table are up to date: run `make report` after each change."""
     found = ledger.read(root / "results")
     sections = ledger.sections(found, root / "results")
     readme = (root / "README.md").read_text(encoding="utf-8")
@@ -307,7 +307,7 @@ def test_what_is_committed_is_what_the_records_give(ledger, root):
 
 
 def test_every_committed_score_names_its_examples_and_the_majority(ledger, root):
-    """A score that is a share of n examples times n is a whole number: n is the number that it was measured on."""
+    """A share of n examples times n is a whole number; n must be the number of scored examples."""
     found, checked = ledger.read(root / "results"), 0
     for (model, name), entry in found.tuned.items():
         ((split, count), *by_level) = entry["scored_examples"].items()

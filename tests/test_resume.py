@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, out of disk or memory, with real faults: what is kept, and how they resume."""
+"""Runs that are killed, stopped, out of disk space or memory: saved state, and how they resume."""
 
 import multiprocessing
 import os
@@ -48,7 +48,7 @@ def dropout(config, preset, tmp_path):
 
 
 def wait_for_line(run, line, times):
-    """Wait until a forked run has logged so many lines with these words."""
+    """Wait until a forked run has logged this text so many times."""
     deadline_s = time.monotonic() + 100
     while run.log.count(line) < times and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -56,8 +56,8 @@ def wait_for_line(run, line, times):
 
 
 def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path, monkeypatch):
-    """Two processes, a data worker each, over many chunks, bit for bit; the second time without the chunk index. At
-    random moments: benchmarks/faults."""
+    """Two processes with a data worker each, over many chunks, bit for bit; the second time without the chunk index.
+    benchmarks/faults kills at random times."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4_000)
     flags = [*SAVING, "--per_device_train_batch_size", "2", "--dataloader_num_workers", "1", "--output_dir"]
 
@@ -94,7 +94,7 @@ def test_another_layout_takes_the_same_blocks_after_the_checkpoint(preset, tmp_p
 
 
 def test_a_checkpoint_between_two_log_lines(dropout, tmp_path):
-    """A step that is saved is logged first, so that the next logged mean begins there, resumed or not."""
+    """A step is logged before it is saved, so that the next logged mean begins there, resumed or not."""
     flags = [*SAVING, "--logging_steps", 4, "--output_dir"]
     train(dropout, *flags, tmp_path / "a")
     train(dropout, *flags, tmp_path / "b", "--resume_from_checkpoint", tmp_path / "a" / "checkpoint-3")
@@ -187,7 +187,7 @@ def test_sigterm_saves_the_step_and_ends_with_the_documented_code(preset, tmp_pa
 
 
 def kill_at(monkeypatch, method, step):
-    """From now on, `MlmTrainer`'s `method` ends its process at a step as `kill -9` would."""
+    """Patch `MlmTrainer`'s `method` to end its process at a step, like `kill -9`."""
     original = getattr(MlmTrainer, method)
 
     def killed(self, *args, **kwargs):
@@ -223,7 +223,7 @@ def test_a_process_that_is_killed_is_named_in_a_line_by_the_others(
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(preset, tmp_path, monkeypatch):
-    """A limit of the process stands for the full disk: no file above 200 KB, from the second checkpoint on."""
+    """A file size limit acts as the full disk: 200 KB, from the second checkpoint on."""
     save = MlmTrainer.save_model
 
     def with_quota(self, *args, **kwargs):
@@ -288,14 +288,14 @@ def test_a_disk_that_is_full_at_the_end_loses_no_step(preset, tmp_path, monkeypa
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(preset, tmp_path):
-    """Neither a tracker's files nor a damaged chunk index are in its way."""
+    """A tracker's files and a damaged chunk index do not prevent it."""
     (tmp_path / "run" / "runs" / "Nov23_host").mkdir(parents=True)
     (tmp_path / "run" / INDEX_NAME).write_text("0 damaged\n")
     assert train(preset, *SAVING)["steps"] == 12
 
 
 def test_out_of_memory_says_what_to_lower(preset, tmp_path, monkeypatch):
-    """A real limit: the process may take 100 MB more than it has after loading."""
+    """With a real limit, 100 MB above the memory in use after loading."""
 
     def limited(function):
         def within(*args, **kwargs):

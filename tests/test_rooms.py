@@ -1,4 +1,4 @@
-"""Imports: no side effects, one direction, and no heavy library before its first use."""
+"""Imports: no side effects, one direction, heavy libraries only on first use."""
 
 import json
 

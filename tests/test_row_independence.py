@@ -1,5 +1,5 @@
-"""A row's logits depend on the row alone, for each script's collator and model, over architectures and tokenizer
-configurations."""
+"""A row's logits do not depend on the other rows of its batch, for each script's collator and model, over architectures
+and tokenizer configurations."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ LEFT = {"padding_side": "left", "truncation_side": "left", "model_max_length": 8
 
 @pytest.fixture(params=FAMILIES)
 def family(request, tokenizer_dir, tmp_path):
-    """A config of the family, and the tokenizer beside it, whose configuration contradicts our batches."""
+    """A config of the family, and a tokenizer whose configuration contradicts our batches."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     tokenizer.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
@@ -47,7 +47,7 @@ def family(request, tokenizer_dir, tmp_path):
 
 
 def drawn(make, config, **settings):
-    """A model with weights that give logits of about one."""
+    """A model whose weights give logits of about one."""
     for name, value in settings.items():
         setattr(config, name, value)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def drawn(make, config, **settings):
 
 
 def check(rows, scores_of, least=1e-3):
-    """`scores_of(rows)`: an array for each row. Each row alone, beside shorter and longer ones, and in any order."""
+    """`scores_of(rows)`: an array per row. Compares each row alone, among shorter and longer ones, and in any order."""
     alone = [scores_of([row])[0] for row in rows]
     assert np.std([scores.ravel()[0] for scores in alone]) > least
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1), (0, 1), (1, 2), (3, 4, 5)):
@@ -123,7 +123,7 @@ def test_minimal_pairs(family):
 
 
 def test_the_pipeline_of_the_saved_folder_gives_the_predictions_of_validation(flags, tmp_path, model_dir, data_dir):  # noqa: F811
-    """In batches of 8, with truncation to the length of training."""
+    """In batches of 8, truncated to the training length."""
     examples = glue.read_split(glue.TASKS["rte"], "rte", "validation", str(data_dir))
     words = {word for texts in examples.texts for text in texts for word in text.split()}
     mark = max(words & AutoTokenizer.from_pretrained(model_dir).get_vocab().keys(), key=len)

@@ -1,4 +1,4 @@
-"""Passwords, tokens and names from outside: in no file, no line, no path and no markup where they do not belong."""
+"""Credentials and markup in names: no password or token in files, log lines or errors; no injected markup or paths."""
 
 import re
 import sys
@@ -58,7 +58,7 @@ def test_credentials_in_a_flag_that_is_saved_are_refused(preset, name, tmp_path)
 
 
 def test_nothing_that_a_command_prints_holds_credentials(root, tmp_path):
-    """Log lines, an error in a line, and a traceback, of a process of its own."""
+    """Log lines, an error message, and a traceback, in a subprocess."""
     script = f"""
 import logging, sys
 sys.path.insert(0, {str(root)!r})
@@ -147,7 +147,7 @@ def test_a_cell_of_a_table_is_one_cell_without_html(text):
 
 
 def cards(text):
-    """The cards of a pretraining run and of a fine-tuning whose names and texts from outside are `text`."""
+    """The model cards of a pretraining run and a fine-tuning with `text` as every external name."""
     args = {"max_seq_length": 64, "learning_rate": 1e-3, "global_batch_size": 8, "seed": 1, "corpus": None}
     args |= {"train_file": [text], "model_name_or_path": text, "optim": text}
     machine = {"gpus": [], "cpu_cores": 2, "machine": "x86_64", "processor": text}

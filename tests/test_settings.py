@@ -1,4 +1,4 @@
-"""Preset and command line: one parse, one type check, errors that name the value and the fix."""
+"""Presets and command line: parsing, type checks, errors that name the value and the fix."""
 
 import re
 from pathlib import Path
@@ -118,7 +118,8 @@ def test_fp16_of_the_command_line_replaces_the_bf16_of_the_preset(root, argv, wa
 
 
 def test_merge_keys_of_yaml(tmp_path):
-    """A mapping's own keys win over merged ones, also where the merged mapping merges another and comes later."""
+    """A mapping's own keys take precedence over merged ones, also if the merged mapping has a merge of its own and
+    comes later."""
     path = tmp_path / "merged.yaml"
     path.write_text("a: &a {x: 1, y: 1}\nb: {c: {d: &d {<<: *a, y: 2}}}\ne: {<<: *d, z: 3}\n")
     merged = {"x": 1, "y": 2}

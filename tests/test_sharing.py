@@ -1,4 +1,4 @@
-"""What an ALBERT's layers share: the paper's parameter counts, the stock class as oracle, whole runs."""
+"""ALBERT's parameter sharing: the paper's parameter counts, equality with the stock class, whole runs."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_parameters_are_those_of_the_paper(shared, width, millions):
 
 @pytest.mark.parametrize("shared", PARTS)
 def test_logits_and_gradients_are_the_stock_classs(shared, albert_file, tmp_path):
-    """The stock class has a group a layer; the gradient of what is shared is the sum over them."""
+    """The stock class has one group per layer; gradients of shared parameters are the sum over layers."""
     config = weights.fresh_config(albert_file, f"shared_parameters={shared}")
     torch.manual_seed(0)
     ours = masked_lm.masked_lm_class(config)(config)
@@ -86,7 +86,7 @@ def test_logits_and_gradients_are_the_stock_classs(shared, albert_file, tmp_path
 
 
 def gradients_by_part(model, shared):
-    """The gradients of a model, those of the shared part summed over layers."""
+    """A model's gradients, those of the shared part summed over layers."""
     parts = {"attention": "attention.", "feed_forward": "f"}[shared]  # ffn, ffn_output, full_layer_layer_norm
     summed = {}
     for name, weight in model.named_parameters():
@@ -98,7 +98,7 @@ def gradients_by_part(model, shared):
 
 @pytest.mark.parametrize("shared", PARTS)
 def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_file, tmp_path):
-    """Whole, resumed, and continued from its weights."""
+    """Uninterrupted, resumed, and continued from its weights."""
     flags = ["--config", preset, "--save_strategy", "steps", "--save_steps", "2"]
     fresh = [*flags, "--config_name", albert_file, "--config_overrides", f"shared_parameters={shared}"]
     whole = train_mlm.main([*fresh, "--output_dir", str(tmp_path / "whole")])
@@ -119,7 +119,7 @@ def test_a_run_is_one_run_and_loads_in_the_stock_class(shared, preset, albert_fi
 
 
 def test_a_checkpoint_whose_copies_differ_is_refused(preset, albert_file, tokenizer_dir, tmp_path):
-    """As fine-tuning, or further pretraining, in the stock class leaves it."""
+    """As after fine-tuning or further pretraining with the stock class."""
     config = weights.fresh_config(albert_file, "shared_parameters=attention")
     masked_lm.masked_lm_class(config)(config).save_pretrained(tmp_path / "saved")
     stock = AlbertForMaskedLM.from_pretrained(tmp_path / "saved")

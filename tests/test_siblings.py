@@ -1,4 +1,4 @@
-"""The fine-tuning scripts share a skeleton: shared code has one home, and a difference means something."""
+"""The skeleton that fine-tuning scripts share: shared code is in one place."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ def functions(script):
 
 
 def calls_into_the_library(node):
-    """Calls such as `protocol.run_all`, in the order of the source, without calls into the task's own module."""
+    """Calls such as `protocol.run_all`, in source order, without calls to the task's own module."""
     shared = ("set_up_logging", "processes", "hub", "tokenization", "protocol", "plots", "publisher")
     found = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(found, key=lambda call: (call.lineno, call.col_offset))]

@@ -1,4 +1,4 @@
-"""Errors and tests, against simulation and the definition."""
+"""Standard errors and significance tests, compared with simulation and definition."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from tools.significance import (
 
 
 def test_the_error_over_documents_is_the_spread_of_repeated_draws():
-    """Documents have levels of their own: an error over tokens would be far too small."""
+    """Documents differ in level, so that an error over tokens would be far too small."""
     rng = np.random.default_rng(0)
     ratios, errors, naive = [], [], []
     for _ in range(400):
@@ -56,7 +56,7 @@ def test_a_figure_has_the_digits_that_its_error_allows(value, error, text):
 
 
 def by_definition(first, second):
-    """p of a permutation of groups, split by split."""
+    """Reference: p of a permutation test, split by split."""
     everything = [*first, *second]
     gaps = []
     for chosen in itertools.combinations(range(len(everything)), len(first)):
@@ -67,7 +67,8 @@ def by_definition(first, second):
 
 
 def test_permutations_of_seeds():
-    """By hand: of the 6 ways to split 1, 2, 3, 4 into pairs, 2 differ as much as {3, 4} and {1, 2}, 4 as {2, 4}."""
+    """By hand: of the 6 ways to split 1, 2, 3, 4 into pairs, 2 have the difference of {3, 4} and {1, 2}, 4 at least
+    that of {2, 4}."""
     assert permutation_p([3, 4], [1, 2]) == pytest.approx(2 / 6)
     assert permutation_p([2, 4], [1, 3]) == pytest.approx(4 / 6)
     assert permutation_p([1, 4], [2, 3]) == 1.0
@@ -81,7 +82,7 @@ def test_permutations_of_seeds():
 
 
 def test_signs_of_pairs():
-    """By hand: of the 8 signs of 1, 2, 4, two sum up to 7 or -7; 2 more to 5 or -5, as those of 1, -2, ... do not."""
+    """By hand: of the 8 signs of 1, 2, 4, two sums are 7 or -7; two more are 5 or -5."""
     assert sign_flip_p([1, 2, 4]) == pytest.approx(2 / 8) == significance.least_paired_p(3)
     assert sign_flip_p([-1, 2, 4]) == pytest.approx(4 / 8)
     rng = np.random.default_rng(0)
@@ -103,7 +104,7 @@ def test_seeds_are_paired_where_there_are_enough_of_them():
 
 
 def rejected(draw, repeats=1000):
-    """How often a comparison of drawn scores has p <= LEVEL."""
+    """The share of comparisons of random scores with p <= LEVEL."""
     rng = np.random.default_rng(0)
     return np.mean([compare(*draw(rng)).p <= LEVEL for _ in range(repeats)])
 
@@ -111,7 +112,7 @@ def rejected(draw, repeats=1000):
 @pytest.mark.parametrize("noise", ["standard_normal", "standard_cauchy"])
 @pytest.mark.parametrize(("seeds", "level"), [(5, 12 / 252), (PAIRS, 12 / 256)])
 def test_level_of_both_tests(seeds, level, noise):
-    """Without a difference, whatever the noise: the largest multiple of two arrangements up to 5%."""
+    """Without a difference, for any noise: the largest multiple of two arrangements up to 5%."""
     found = rejected(lambda rng: getattr(rng, noise)((2, seeds)))
     assert found == pytest.approx(level, abs=0.02) and found < 0.068
 
@@ -120,7 +121,7 @@ UNEQUAL = [14.18, 14.21, 14.18, 14.30, 14.21], [15.32, 14.40, 14.43, 14.18, 16.0
 
 
 def test_welch_s_p_where_noise_is_unequal():
-    """Of bits a word with batches of 8 and of 64; against scipy for other counts, spreads and distances."""
+    """For bits a word with batches of 8 and 64; compared with scipy for other counts, spreads and differences."""
     found = compare(*UNEQUAL[::-1])
     assert found.p <= LEVEL and found.welch_p == pytest.approx(0.135, abs=1e-3)
     assert verdict(found.difference, found.p, found.least_p, "worse", found.welch_p) == "unequal noise"
@@ -139,7 +140,7 @@ def test_welch_s_p_where_noise_is_unequal():
 
 
 def test_unequal_noise_is_no_difference():
-    """Equal means, five seeds each: permutations alone call a difference in 10% of the tables."""
+    """Equal means, five seeds each: a permutation test alone rejects in 10% of tables."""
     rng, alone, called, repeats, ratio = np.random.default_rng(0), 0, 0, 1000, 16
     for _ in range(repeats):
         one = compare(ratio * rng.standard_normal(5), rng.standard_normal(5))
@@ -171,7 +172,7 @@ def test_verdicts(gain, p, least, claim, said):
 
 
 def test_the_page_s_example_is_computed(root):
-    """docs/statistics.md: the scores stand in its first table, and its text says what the tests give."""
+    """docs/statistics.md: the scores of its first table give the results in its text."""
     page = (root / "docs" / "statistics.md").read_text(encoding="utf-8")
     section = page.split("## A worked example")[1].split("\n## ")[0]
     lines = re.findall(r"^\| (\w+) \|((?: \d\.\d+ \|){5})$", section, re.M)

@@ -1,4 +1,4 @@
-"""ds_configs/slurm/two_nodes.sbatch with a stand-in for SLURM: two nodes on this machine."""
+"""ds_configs/slurm/two_nodes.sbatch with a stub of SLURM: two nodes on this machine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Blocks that are left out of the order, and the restart after a loss spike."""
+"""Skipped blocks, and the restart after a loss spike."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ def weights(output_dir):
 
 @pytest.fixture
 def consumed(monkeypatch):
-    """What tells the blocks of the training micro-batches apart, in the order in which they were trained on."""
+    """Identifiers of the blocks in training micro-batches, in training order."""
     found = []
     step = MlmTrainer.training_step
 
@@ -41,7 +41,7 @@ def consumed(monkeypatch):
 
 @pytest.mark.parametrize("source", ["text", "cache", "repeated"])
 def test_blocks_are_left_out_exactly_and_the_rest_stays(preset, tmp_path, consumed, source):
-    """Blocks one by one of a run that has a block a step, against the steps of a run that leaves some of them out."""
+    """Blocks of a run with one block per step, compared with the steps of a run that skips some of them."""
     flags = [*SAVING, "--per_device_train_batch_size", 1]
     flags += {"text": [], "cache": ["--token_cache", tmp_path / "cache"], "repeated": ["--max_train_samples", 30]}[
         source
@@ -59,7 +59,7 @@ def test_blocks_are_left_out_exactly_and_the_rest_stays(preset, tmp_path, consum
 
 
 def test_a_resumed_run_leaves_out_what_it_left_out_before(preset, tmp_path):
-    """With the flag again or without it; blocks ahead may be added, blocks that are behind cannot be taken back."""
+    """With and without the flag; later blocks may be added, consumed blocks cannot be skipped."""
     flags = [*SAVING, "--skip_blocks", "20-23", "70-75"]
     train(preset, *flags, "--output_dir", tmp_path / "alone")
     for name, again in {"same": flags, "without": SAVING, "part": [*SAVING, "--skip_blocks", "71"]}.items():
@@ -78,7 +78,7 @@ def test_a_resumed_run_leaves_out_what_it_left_out_before(preset, tmp_path):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Positions: a step that takes one of these blocks has 1,000 times its loss."""
+    """Positions of blocks that multiply a step's loss by 1,000."""
     positions = set()
     loss_of_batch = MlmTrainer.loss_of_batch
 
@@ -93,7 +93,7 @@ def poisoned(monkeypatch):
 
 
 def train_through(preset, *argv):
-    """Start again after each loss spike; returns the record and the messages of the stopping."""
+    """Restart after each loss spike; returns the record and the messages of `Stopped`."""
     messages = []
     while True:
         try:
@@ -104,8 +104,8 @@ def train_through(preset, *argv):
 
 
 def test_after_a_spike_the_same_command_continues_without_its_blocks(preset, tmp_path, poisoned):
-    """It becomes the run that never saw the blocks of the spike's step and of the step before it, bit for bit; killed
-    later and started again, it is still that run."""
+    """It equals a run without the blocks of the spike's step and of the step before it, bit for bit, also after a later
+    kill and restart."""
     never = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "48-63")
     poisoned.add(60)  # the eighth step, after checkpoint-4
     flags = [*SAVING, "--output_dir", tmp_path / "run", "--rewind_on_spike", 20]
@@ -140,7 +140,7 @@ exit_on_error(train_mlm.main)
 
 @pytest.fixture
 def spiky(preset, tmp_path, root):
-    """A function that starts a script, with `program` before its name, that has a spike in block 60."""
+    """A function: start a script, under `program`, with a spike in block 60."""
     (tmp_path / "spiky.py").write_text(SPIKY)
     flags = [*SAVING, "--config", preset, "--rewind_on_spike", 20]
 
@@ -152,7 +152,7 @@ def spiky(preset, tmp_path, root):
 
 
 def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch):
-    """Two processes. With the agent's own store, they would find the addresses of those before them."""
+    """Two processes. With the agent's store, they would find addresses of the processes before them."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     two = ["--standalone", "--nproc_per_node", 2, "--max_restarts", 1]
     done = spiky("-m", "torch.distributed.run", *two, size=4)
@@ -163,7 +163,7 @@ def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch)
 
 
 def test_other_data_keep_no_spikes(preset, poisoned):
-    """Positions that are left out are those of the old data."""
+    """Skipped positions refer to the old data."""
     poisoned.add(60)
     flags = [*SAVING, "--rewind_on_spike", 20]
     assert train_through(preset, *flags)[0]["skipped_blocks"] == [[48, 64]]

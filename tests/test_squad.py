@@ -1,4 +1,5 @@
-"""SQuAD through the command line, on generated contexts: several windows, emoji and accents, no answers."""
+"""finetune_squad.py through its command line, on generated contexts: several windows, emoji and accents, unanswerable
+questions."""
 
 import copy
 import json
@@ -31,7 +32,7 @@ RUN = "lr0.001-batch8-seed1"
 
 
 def entry(name, question, context, *answers):
-    """A question in the official format; a question without answers is unanswerable."""
+    """A question in the official format, unanswerable without answers."""
     found = [{"text": answer, "answer_start": context.index(answer)} for answer in answers]
     return {"id": name, "question": question, "answers": found, "is_impossible": not found}
 
@@ -45,7 +46,7 @@ def official(paragraphs, version_2):
 
 
 def paragraphs(count, seed):
-    """Contexts that say who does what where; every third question is about somebody whom the context does not name."""
+    """Contexts about who does something where; every third question is about a person who is not in the context."""
     rng, made = random.Random(seed), []
     for number in range(count):
         # the first context has several windows of 64 tokens
@@ -73,7 +74,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def flags(root, data_dir, model_dir, tmp_path):
-    """A function that makes a command line of a second's training from a version and further flags."""
+    """A function: the command line of a second of training on a version, with further flags."""
 
     def of(version, *others):
         own = {"data_dir": data_dir, "model_name_or_path": model_dir, "output_dir": tmp_path / "squad" / version}
@@ -132,7 +133,7 @@ def test_from_the_command_line_to_the_score_of_the_file(flags, tmp_path, data_di
 
 @pytest.mark.parametrize("version", ["1.1", "2.0"])
 def test_any_accumulation_gives_one_curve(flags, tmp_path, version):
-    """Padding, whose length differs between micro-batches, is not in the softmax."""
+    """Padding, which differs between micro-batches, is not part of the softmax."""
     curves = []
     for micro_batch in (8, 1):
         out = tmp_path / str(micro_batch)
@@ -142,7 +143,7 @@ def test_any_accumulation_gives_one_curve(flags, tmp_path, version):
 
 
 def test_two_processes_give_the_curve_of_one_process(flags, tmp_path):
-    """Data parallelism rebuilds a model's outputs, with the classifier's among them."""
+    """Data parallelism rebuilds the model's outputs, including the classifier's."""
     finetune_squad.main(flags("2.0", "--output_dir", tmp_path / "single"))
     argv = flags("2.0", "--per_device_train_batch_size", 2)
     end_well(forked_ranks(lambda rank: finetune_squad.main(argv), tmp_path))
@@ -152,7 +153,7 @@ def test_two_processes_give_the_curve_of_one_process(flags, tmp_path):
 
 
 def test_a_run_that_breaks_is_named(flags, tmp_path):
-    """A learning rate that gives NaN, whose argmax is an answer: no score of it is ever written."""
+    """A learning rate that gives NaN, whose argmax would be an answer: no score is written."""
     with pytest.raises(RunError, match=r"seed 1: the \S+ .*step \d (is|are) not finite; nothing of it was saved"):
         finetune_squad.main(flags("2.0", "--learning_rate", 1e15))
     assert not list((tmp_path / "squad").rglob("run_record.json"))
@@ -172,7 +173,7 @@ def test_a_finished_run_names_what_it_lacks(flags, tmp_path):
 
 
 def test_killed_and_started_again(flags, tmp_path, monkeypatch):
-    """Losses, metrics and weights, the classifier's among them, equal an uninterrupted run's."""
+    """Losses, metrics and weights, including the classifier's, equal those of an uninterrupted run."""
     saving = ["--save_strategy", "steps", "--save_steps", 4, "--max_steps", 7]
     finetune_squad.main(flags("2.0", *saving, "--output_dir", tmp_path / "whole"))
     step = FinetuneTrainer.training_step
@@ -199,7 +200,7 @@ def test_killed_and_started_again(flags, tmp_path, monkeypatch):
 
 
 def test_it_learns_what_can_be_learnt(flags, tmp_path):
-    """Both heads learn the training set by heart."""
+    """Both heads memorise the training set."""
     train = tmp_path / "train.json"
     train.write_text(json.dumps(official(paragraphs(3, seed=3), True)))
     longer = ["--max_steps", 150, "--eval_strategy", "steps", "--eval_steps", 75, "--learning_rate", 5e-3]
@@ -264,7 +265,7 @@ def test_the_joint_model_saves_a_stock_checkpoint_and_loads_itself(config, tmp_p
 
 
 def test_losses_by_hand():
-    """Three windows: the second is without the answer, the third is padded."""
+    """Three windows: the second lacks the answer, the third is padded."""
     torch.manual_seed(0)
     start, end, judged = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
     first, last, lengths = [1, 0, 2], [2, 0, 2], (4, 4, 3)
@@ -343,7 +344,8 @@ def test_bad_files_are_named(tmp_path, content, said):
 
 @pytest.mark.parametrize("lines", [False, True])
 def test_shapes_of_public_files(tmp_path, lines):
-    """Without titles (ids are numbers), paragraphs, and rows as in the tables of the Hub, below data or a line each."""
+    """Without titles (ids are numbers), without paragraphs, and rows as in the Hub's tables, below "data" or one per
+    line."""
     made = paragraphs(4, seed=1)
     wanted = squad_files.read_file(write(tmp_path / "x.json", made), version_2=True)
     parts = [{"context": context, "qas": entries, "document_id": 1} for context, entries in made]
@@ -397,7 +399,7 @@ def test_bad_input(case, flags):
 
 
 def test_presets_are_the_papers(root):
-    """Table 10's column for SQuAD, in both versions."""
+    """Table 10's column for SQuAD, for both versions."""
     presets = sorted((root / "presets" / "squad").glob("*.yaml"))
     assert [path.stem for path in presets] == ["v1.1", "v2.0"]
     for path in presets:

@@ -1,4 +1,4 @@
-"""SQuAD's exact match and F1, by hand on awkward cases."""
+"""SQuAD's exact match and F1, computed by hand for difficult cases."""
 
 import evaluate
 import pytest

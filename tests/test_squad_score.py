@@ -1,6 +1,6 @@
-"""The tool that scores prediction files: official files with gaps, ties and odds above 1, and what it refuses.
+"""tools/squad_score.py: official files with missing predictions, ties and odds above 1; refused files.
 
-What the figures must be is worked out by hand from the official scripts; `benchmarks/against_squad.py` runs those.
+Expected figures are derived by hand from the official scripts; `benchmarks/against_squad.py` runs those.
 """
 
 import json
@@ -19,7 +19,7 @@ TEXTS = {"1": "a red boat", "2": "", "3": "", "4": "Paris", "5": "the North Sea"
 
 @pytest.fixture
 def score(tmp_path):
-    """A function that writes the files of a case and scores them."""
+    """A function: write the files of a case and score them."""
 
     def of(gold, texts, odds=None, version="2.0"):
         entries = [
@@ -39,7 +39,7 @@ def score(tmp_path):
 
 
 def test_version_1_counts_what_is_left_out_as_wrong(score, capsys):
-    """Also where the empty text would be right: the gold answer of "3" has no words."""
+    """Even if the empty text would be right: the gold answer of "3" has no words."""
     gold = {name: answers for name, answers in GOLD.items() if answers}
     texts = {"5": "sea", "other": "x", "1": "a red boat"}
     assert score(gold, texts, version="1.1") == {"exact_match": 200 / 3, "f1": 200 / 3}
@@ -61,7 +61,7 @@ def test_version_2_needs_all_predictions_and_all_odds(score):
 
 
 def test_equal_odds_are_taken_in_the_order_of_their_file(score):
-    """All odds are equal, so the best score is that after some number of questions, in the order of the file."""
+    """All odds are equal, so that the best score is that of a prefix of the file's questions."""
     late, early = {"4": 0.5, "1": 0.5, "3": 0.5}, {"1": 0.5, "3": 0.5, "4": 0.5}
     rest = {"2": 0.5, "5": 0.75, "not asked for": 0.1}
     found = {name: score(GOLD, TEXTS, odds | rest) for name, odds in (("late", late), ("early", early))}
@@ -74,7 +74,7 @@ def test_equal_odds_are_taken_in_the_order_of_their_file(score):
 
 
 def test_odds_above_1_withhold_an_answer_and_are_said(score, capsys):
-    """Log odds: as in the official script, the threshold of all but the best scores is 1."""
+    """Log odds: as in the official script, the threshold is 1, except for the best scores."""
     plain = score(GOLD, TEXTS)
     assert (plain["exact"], plain["HasAns_exact"], plain["NoAns_exact"]) == (60.0, pytest.approx(200 / 3), 50.0)
     assert "best_exact" not in plain

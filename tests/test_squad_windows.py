@@ -1,4 +1,4 @@
-"""SQuAD's windows, labels and best spans: offsets in characters, also after emoji and accents."""
+"""SQuAD's windows, labels and best spans: character offsets, also after emoji and accents."""
 
 import itertools
 import random
@@ -68,7 +68,7 @@ def test_versions_of_tokenizers_that_lose_windows_are_refused(tokenizer, monkeyp
 
 
 def test_answers_at_the_edges_of_a_window(tokenizer):
-    """A window holds answers at its first and last token, and none that reaches a token further."""
+    """A window contains answers at its first and last token, and none that extends a token further."""
     context = " ".join(make_documents(1, seed=6, sentences=(30, 30)))
     made = squad.make_windows([squad.SquadExample("x", "Where?", context, ())], tokenizer, 64, 0, 16)
     first, second = (offsets[offsets[:, 0] >= 0] for offsets in made.offsets[:2])
@@ -126,7 +126,7 @@ SPLITS = {
 
 
 def asked_for_each_word():
-    """Questions about each word of contexts in which words touch punctuation, digits and other scripts."""
+    """Questions about each word of contexts with words next to punctuation, digits and other scripts."""
     rng, questions = random.Random(0), []
     words = ["boat", "I", "teacher", "é", "Łódź", "2", "1066", "東京", "Москва", "naïve", "ﬁsh", "½"]
     between = [" ", " ", "  ", "🎉", " 👩", " (", ") ", ", ", "-", "—", " “", "” ", "\n", "$", "/"]
@@ -144,7 +144,7 @@ def asked_for_each_word():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_words_come_back_whatever_begins_inside_them(split):
-    """The same characters are covered with and without `trim_offsets`, and every word comes back."""
+    """Spans cover the same characters with and without `trim_offsets`, and every word is recovered."""
     questions, covered = asked_for_each_word(), []
     for prefix, trim in itertools.product((False, True), repeat=2):
         backend = Tokenizer(models.BPE())
@@ -220,6 +220,6 @@ def test_the_probability_of_no_answer_over_windows(tokenizer):
 
 
 def test_the_tokenizer_of_the_fixtures_is_bytes(tokenizer):
-    """An emoji is several tokens; with a single token, the awkward cases would test nothing."""
+    """An emoji is several tokens, which the difficult cases depend on."""
     offsets = tokenizer("🎉", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > 1 and set(offsets) == {(0, 1)}

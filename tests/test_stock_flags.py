@@ -1,5 +1,5 @@
-"""Flags and example commands of transformers' run_mlm.py, run_glue.py, run_qa.py and run_swag.py: accepted with their
-meaning, or refused in one line that names the flag here."""
+"""Flags and example commands of transformers' run_mlm.py, run_glue.py, run_qa.py and run_swag.py: accepted with the
+same meaning, or refused with a hint."""
 
 import logging
 import re
@@ -43,12 +43,12 @@ FORMER = "overwrite_output_dir warmup_ratio evaluation_strategy no_cuda logging_
 
 
 def parse(script, words):
-    """Parse a command line as the script does; returns the filled dataclasses."""
+    """Parse a command line as in the script; returns the filled dataclasses."""
     return sys.modules[script].read_arguments([*words, "--use_cpu"])[0]
 
 
 def refused(script, words):
-    """The line that a command line is refused with; None where it is accepted."""
+    """The error message for a command line; None if it is accepted."""
     try:
         parse(script, words)
     except InputError as error:
@@ -184,7 +184,7 @@ def test_squad_is_named_as_on_the_hub(monkeypatch):
 
 
 def test_more_data_workers_than_a_machine_can_run_are_refused(preset):
-    """Checked without a start: Python would fork them all."""
+    """Without starting them: Python would fork them all."""
     (_, training_args), _ = train_mlm.read_arguments(["--config", preset, "--dataloader_num_workers", "100000"])
     with pytest.raises(InputError, match="dataloader_num_workers=100000: each is a process"):
         launch_checks.check(training_args)
@@ -208,7 +208,7 @@ def test_an_error_of_a_library_for_a_flag_is_one_line(preset, words, said):
 
 
 def raising(module, error):
-    """A function of the library's module that raises `error`."""
+    """A function in the library's module that raises `error`."""
     exec("def function(*_):\n    raise error", names := {"__name__": module, "error": error})
     return names["function"]
 

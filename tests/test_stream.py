@@ -1,5 +1,5 @@
-"""Blocks of random corpora: those of each chunk packed alone, in the order by definition, from text and token cache,
-for any number of processes and data workers, from any position on, with any chunk index."""
+"""Blocks of random corpora: each chunk packed alone, in the order by definition, from text and token cache, for any
+number of processes and data workers, from any position on, with any chunk index."""
 
 import contextlib
 import copy
@@ -59,14 +59,14 @@ def blocks_of(provider, start=0, count=POSITIONS):
 
 
 def facts(block):
-    """All of a block, in a form that `==` compares."""
+    """All fields of a block, comparable with `==`."""
     columns = {name: (np.asarray(value).dtype.name, np.asarray(value).tolist()) for name, value in block.items()}
     return block.id, block.epoch, block.document, columns
 
 
 def random_corpus(rng, folder):
-    """1 to 3 sources of any format, of 1 to 3 files with rows without text, with or without files of their own for
-    validation; documents of 1 to 40 sentences."""
+    """1 to 3 sources of any format, of 1 to 3 files with some empty rows, with or without validation files; documents
+    of 1 to 40 sentences."""
     sources = []
     for name in "abc"[: rng.randint(1, 3)]:
         suffix, write = rng.choice([("parquet", write_parquet), ("jsonl", write_jsonl), ("txt", write_text)])
@@ -82,7 +82,7 @@ def random_corpus(rng, folder):
 
 
 class Case(NamedTuple):
-    """A random corpus, the settings of its readers, its first blocks by definition, and a generator."""
+    """A random corpus, its reader settings, its first blocks by definition, and a generator."""
 
     corpus: Corpus
     settings: dict[str, Any]
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module", params=enumerate(FORMATS), ids=lambda param: param[1])
 def made(request, tokenizer, tmp_path_factory):
-    """(bytes of a chunk, case) for each format."""
+    """(bytes per chunk, case) for each format."""
     seed, name = request.param
     rng, folder = random.Random(seed), tmp_path_factory.mktemp("corpus")
     size, length = rng.choice([300, 1000, 3000]), rng.choice([24, 64])
@@ -123,7 +123,7 @@ def encoded(tokenizer, text):
 
 
 def chunks_of(case, file):
-    """(ids of the documents by sentence, blocks) of each chunk of a file, by definition."""
+    """Reference: (document ids by sentence, blocks) of each chunk of a file."""
     source, name, found = case.corpus.sources[file.source], case.settings["packer"], []
     first_block, begin, own = 0, 0, []
     for row in file_rows(case.corpus, source, file.split, case.corpus.files(source, file.split)[1][file.number]):
@@ -154,7 +154,7 @@ def files_of(case, source, split="train", epoch=0):
 
 
 def of_source(case, source, split="train", epochs=None):
-    """The facts of the blocks of a source, pass after pass."""
+    """The `facts` of a source's blocks, pass after pass."""
     for epoch in epochs or itertools.count():
         in_order = itertools.chain.from_iterable(chunks_of(case, file) for file in files_of(case, source, split, epoch))
         for number, (_, blocks) in enumerate(in_order):
@@ -201,7 +201,7 @@ def test_text_and_cache_give_the_same_blocks_and_counts(case):
 
 
 def recounted(case, position):
-    """The counts of the chunks that hold the first `position` blocks, by source."""
+    """Counts of the chunks with the first `position` blocks, by source."""
     found = {}
     for number, taken in enumerate(blocks_by_source(case.corpus.shares, position)):
         passes = (chunks_of(case, file) for epoch in itertools.count() for file in files_of(case, number, epoch=epoch))
@@ -227,7 +227,8 @@ def counts_of(case, documents, blocks):
 
 
 def test_a_run_started_anywhere_with_any_index_is_not_another_run(case):
-    """An index that is kept, lost, cut, of other blocks, or has a flipped bit, or is written to by another process."""
+    """With an index that is intact, missing, truncated, of other blocks, with a flipped bit, or written by another
+    process."""
     path, elsewhere = case.folder / INDEX_NAME, case.folder / "other"
     elsewhere.mkdir()
     blocks_of(case.reader(index_folder=case.folder))
@@ -250,7 +251,7 @@ def test_a_run_started_anywhere_with_any_index_is_not_another_run(case):
 
 
 def test_any_processes_and_workers_read_one_sequence(case):
-    """Four processes of four workers and others, with blocks that are left out."""
+    """Four processes with four workers, and other layouts, with skipped blocks."""
     cache, folder = case.folder / "cache of workers", case.folder / "index of workers"
     folder.mkdir()
     token_cache.build(cache, case.reader(), num_proc=1)
@@ -282,7 +283,7 @@ def one_source(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("input_format", ["full_sentences", "segment_pair sop"])
 def test_a_sentence_of_which_a_normalizer_leaves_nothing_is_none(wordpiece, tmp_path, input_format):
-    """As BERT's takes away a soft hyphen, a byte order mark and a space of no width."""
+    """BERT's normalizer removes a soft hyphen, a byte order mark and a zero-width space."""
     wordpiece = copy.deepcopy(wordpiece)
     wordpiece.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     texts = make_documents(20, seed=3)
@@ -305,7 +306,7 @@ def test_an_empty_source_is_no_endless_search(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("limit", [10, 10**5])
 def test_the_first_blocks_only_again_and_again(one_source, tokenizer, limit):
-    """Those of a pass, where there are no more."""
+    """All blocks of a pass if it has no more."""
     of_pass = itertools.takewhile(lambda one: one[1] == 0, blocks_of(reader_of(one_source, tokenizer), 0, 1000))
     size = min(limit, len([*of_pass]))
 
@@ -345,7 +346,7 @@ def assert_same(batches, others):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_gives_what_the_collator_makes(one_source, tokenizer, tmp_path, workers):
-    """And its workers append the chunks to the index, the counts of which survive a flipped bit."""
+    """Its workers append chunks to the index, whose counts survive a flipped bit."""
     collator = MlmCollator(tokenizer, mlm_probability=0.15, pad_to_multiple_of=8, seed=3)
     reader = reader_of(one_source, tokenizer, index_folder=tmp_path)
     counts = []

@@ -1,4 +1,4 @@
-"""The house keeps its rooms: imports go one way, flags are declared once, scripts stay short."""
+"""Structure of the repository: direction of imports, declarations of flags, length of scripts."""
 
 import ast
 import dataclasses
@@ -35,13 +35,13 @@ OWN = [
 
 
 def room(module: str) -> str:
-    """The package of a dotted name below roberta_recipe, or "" for a module beside the packages."""
+    """The package of a dotted name in roberta_recipe; "" for a top-level module."""
     first = module.split(".")[1] if "." in module else ""
     return first if first in ROOMS else ""
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of this repository's modules, scripts and tools among them, that a file imports."""
+    """Dotted names of this repository's modules, scripts and tools that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -53,7 +53,7 @@ def imported(path: Path) -> set[str]:
 
 
 def closure(script: str) -> set[Path]:
-    """The files of the repository that a script imports, at once or where it needs them, itself among them."""
+    """Files of the repository that a script imports, directly or lazily, itself included."""
     found, pending = set(), [ROOT / script]
     while pending:
         path = pending.pop()
@@ -77,7 +77,7 @@ def closure(script: str) -> set[Path]:
     ],
 )
 def test_a_script_imports_at_most_so_many_files_and_lines(script, files, lines):
-    """Ceilings, to be lowered: a reader may have to open all of it."""
+    """Upper bounds, to be lowered: a reader may have to open all of these files."""
     reached = closure(script)
     assert 30 < len(reached) <= files
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in reached) <= lines
@@ -98,7 +98,7 @@ def test_imports_go_one_way():
 
 
 def test_a_tool_runs_from_any_folder_and_its_neighbours_shadow_no_library(tmp_path):
-    """`tools/evaluate.py` is not the library `evaluate`."""
+    """`tools/evaluate.py` does not shadow the library `evaluate`."""
     paths = [path for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem not in ("significance", "devices")]
     paths.append(ROOT / "experiments" / "run.py")
     assert len(paths) == 14 and all("if not __package__:" in path.read_text(encoding="utf-8") for path in paths)
@@ -184,7 +184,7 @@ def test_a_new_flag_is_in_fingerprint_and_card_by_its_declaration_alone():
 
 
 def arguments_assigned(source: str) -> list[str]:
-    """The assignments of a source to an attribute of an argument object: `args`, `training_args`, `trainer.args`."""
+    """Assignments to attributes of `args`, `training_args` or `trainer.args` in a source file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -195,7 +195,7 @@ def arguments_assigned(source: str) -> list[str]:
 
 
 def test_argument_objects_are_final_after_the_parse():
-    """But in `training/arguments.py`, whose `derive` is called right after it."""
+    """Except in `training/arguments.py`, whose `derive` is called right after parsing."""
     ways = "args.a = 1\nt.args.b += 1\nwith f() as training_args.c: pass\nsetattr(args, 'd', 1)\nargs.e, x = y\ns.f = 2"
     assert len(arguments_assigned(ways)) == 5
     paths = [*MODULES, *(ROOT / script for script in SCRIPTS)]

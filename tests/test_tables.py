@@ -1,4 +1,4 @@
-"""The comparisons of the papers as lists at several sizes: what each promises, what a table has beside its figures."""
+"""The papers' comparisons as experiment lists at several scales: claims, and columns beside the figures."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_there_is_a_list_for_each_table():
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table_is_a_list_at_every_scale(table, scale):
-    """All of it is checked by the parsers of the script and the tools; what a table promises of its rows holds."""
+    """The parsers of scripts and tools accept it; the claims of a table hold for its rows."""
     listed = read(table, scale)
     values = {row.name: row.settings for row in listed.rows}
     assert len(listed.variants) >= 2 and all(setting.published for setting in listed.variants) and listed.source
@@ -58,7 +58,7 @@ def test_every_table_is_a_list_at_every_scale(table, scale):
 
 @pytest.fixture
 def small(tmp_path, preset):
-    """A function: a list of two rows for two sizes; returns its path."""
+    """A function: write a list of two rows and two scales; returns its path."""
 
     def of(**others):
         scales = {

@@ -1,4 +1,4 @@
-"""How fast fine-tuning is: the formula beside FLOPs that were counted, utilisation in the log, evaluation by tokens."""
+"""Throughput of fine-tuning: the FLOPs formula, utilisation in the log, evaluation batches by tokens."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ SHAPE = {
 
 @pytest.mark.parametrize("family", throughput.BERT_LIKE)
 def test_the_formula_is_what_torch_counts(family):
-    """Forward and backward of each family's layers, by torch's own counter of FLOPs, less what is no layer."""
+    """Forward and backward of each family's layers by torch's FLOP counter, without embeddings and heads."""
     config = AutoConfig.for_model(family, **SHAPE, attn_implementation="eager")
     model = AutoModel.from_config(config)
     lengths, counted = (40, 7), 0
@@ -73,7 +73,7 @@ def flags(root, tmp_path, model_dir):
 
 
 class Tracker(transformers.TrainerCallback):
-    """The names that a tracker like wandb gets, which Trainer calls before other callbacks."""
+    """The names logged to a tracker like wandb, which Trainer calls before other callbacks."""
 
     seen: ClassVar[set[str]] = set()
 
@@ -82,7 +82,7 @@ class Tracker(transformers.TrainerCallback):
 
 
 def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_path, capsys, monkeypatch):
-    """Of the steps between two lines: what their tokens take by the formula, in the time without evaluations."""
+    """For the steps between two log lines: FLOPs of their tokens by the formula / time without evaluations."""
     rates, counted = iter((1e8, 5e10)), []  # the threads of a process that begins may share a core
     throughput._probe.cache_clear()
     monkeypatch.setattr(throughput, "matrix_rate", lambda device, dtype: next(rates))
@@ -151,7 +151,7 @@ def trainer_of(model, collator, loss_sum, tokenizer, folder, **values):
 
 
 def test_scores_are_those_of_each_feature_alone_in_its_position(model_dir, tokenizer, tmp_path):
-    """Over random lengths: spans, whose scores are as long as the sequence, and questions of four sequences."""
+    """For random lengths: spans, with scores as long as the sequence, and questions with four sequences."""
     rng = np.random.default_rng(0)
     lengths = rng.permutation(np.r_[rng.integers(4, 20, 40), rng.integers(20, 65, 10)]).tolist()
     spans = [

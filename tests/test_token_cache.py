@@ -1,4 +1,4 @@
-"""The token cache: built by several machines, damaged anywhere, repaired, and refused for other data."""
+"""Token cache: built by several machines, damaged anywhere, repaired, refused for other data."""
 
 import datetime
 import functools
@@ -30,7 +30,7 @@ from roberta_recipe.training.processes import end_together, first_process_first
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Two sources of unlike shares, of several chunks a file; the second has its own validation file."""
+    """Two sources with different shares, several chunks per file; the second has a validation file."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 3000)
     for name, number in itertools.product("ab", range(3)):
         write_jsonl(tmp_path / f"{name}{number}.jsonl", ["", *make_documents(15, seed=ord(name) + number), None])
@@ -47,12 +47,12 @@ def held_out(provider, limit=None):
 
 
 def files_of(folder):
-    """path -> content, of what the next start reads."""
+    """path -> content of the files that the next start reads."""
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".bin", ".json")}
 
 
 def everything(folder, corpus):
-    """All blocks of a cache, training and validation."""
+    """All training and validation blocks of a cache."""
     cache = TokenCache(folder, corpus, seed=5)
     size = sum(counts["blocks"] for counts in count_table(cache, "train").values())
     return blocks_of(cache, 0, 2 * size) + held_out(cache)
@@ -68,7 +68,7 @@ def built(corpus, tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("input_format", "count"), [("contiguous", 1), ("segment_pair sop", 10)])
 def test_any_machines_and_processes_make_the_same_files(corpus, tokenizer, tmp_path, input_format, count):
-    """Of pairs, ten shards a training file."""
+    """Of pairs, ten shards per training file."""
     reader = reader_of(corpus, tokenizer, packer=input_format)
     done = [token_cache.build(tmp_path / "three", reader, num_proc=1, machine=n, machines=3) for n in range(3)]
     assert done == [False, False, True]
@@ -112,7 +112,7 @@ def test_a_cache_of_something_else_is_refused(corpus, built, tokenizer, tmp_path
 
 
 def test_ranks_wait_for_each_other_without_a_time_limit_and_see_what_was_damaged_meanwhile(corpus, tokenizer, tmp_path):
-    """Rank 0's metadata is zeroed while rank 1 still packs; the default group's time limit is shorter than that."""
+    """Rank 0's metadata is zeroed while rank 1 packs; the default group's timeout is shorter."""
     folder, reader = tmp_path / "cache", reader_of(corpus, tokenizer)
 
     def start(rank):
@@ -131,7 +131,7 @@ def test_ranks_wait_for_each_other_without_a_time_limit_and_see_what_was_damaged
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_first_process_works_first_without_a_time_limit(tmp_path, fails):
-    """Each rank of 2 writes its line; the default group's time limit is shorter than the first one's work."""
+    """Both ranks write a line; the default group's timeout is shorter than the work of the first."""
     lines = tmp_path / "lines"
 
     def start(rank):
@@ -188,8 +188,8 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped_and_notices_a_lost_one(
 
 
 def test_a_flipped_bit_or_a_cut_never_gives_other_blocks_and_is_repaired(corpus, built):
-    """In each file, at random places: the same blocks, or an error that names the file, and the next start packs that
-    shard again. A damaged fingerprint is for the user to remove."""
+    """In each file, at random places: the same blocks, or an error that names the file, after which the next start
+    packs that shard again. The user must delete a damaged fingerprint."""
     reader, folder = built
     wanted, rng, refused, contents = everything(folder, corpus), random.Random(0), 0, files_of(folder)
     assert len(contents) == 21 and all(contents.values())
@@ -216,7 +216,7 @@ def test_a_flipped_bit_or_a_cut_never_gives_other_blocks_and_is_repaired(corpus,
 
 
 def test_a_shard_of_another_place_or_corpus_is_refused(corpus, tokenizer, tmp_path):
-    """Of the same size, so that sizes alone do not tell."""
+    """Also if it has the same size."""
     shutil.copy(tmp_path / "a0.jsonl", tmp_path / "a1.jsonl")
     corpus = corpus_of("c", corpus.sources, validation_share=0.2)
     reader, folder = reader_of(corpus, tokenizer), tmp_path / "cache"
@@ -235,7 +235,7 @@ def test_a_shard_of_another_place_or_corpus_is_refused(corpus, tokenizer, tmp_pa
 
 @pytest.mark.parametrize("fault", ["cut", "gone"])
 def test_a_shard_that_is_cut_or_removed_in_mid_run_is_refused(corpus, built, fault):
-    """To read the map of a file that was cut is a bus error, which no process survives."""
+    """Reading the memory map of a truncated file is a bus error, which kills the process."""
     reader, folder = built
     blocks = blocks_at(TokenCache(folder, corpus, seed=0), [(range(10**6),)])
     taken = [next(blocks) for _ in range(3)]
@@ -264,7 +264,7 @@ def test_damage_that_a_data_worker_finds_is_one_line(corpus, built, capsys):
 
 
 def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypatch):
-    """The second begins when the first has seen an empty folder, and has not written yet."""
+    """The second begins after the first has seen an empty folder, before it writes."""
     create = durable.create_sealed
 
     def create_late(path, values):

@@ -1,4 +1,4 @@
-"""The tokenizer: RoBERTa's ids and habits, a round trip of any text, the same bytes from the same text."""
+"""Tokenizer: RoBERTa's ids and behaviour, lossless round trip, deterministic training."""
 
 import errno
 import random
@@ -55,7 +55,7 @@ MARKED = st.lists(st.sampled_from(["<s>", "</s>", "<mask>", "<unk>", "<pad>", " 
 @example("  two  spaces  and trailing \n\n\t \r\n")
 @example("word " * 20_000)
 def test_any_text_comes_back(loaded, text):
-    """Special tokens are read as text: decoding returns the text, without <unk>."""
+    """Special tokens are encoded as text: decoding returns the text, without <unk>."""
     for ids in (
         loaded.encode(text, add_special_tokens=False, split_special_tokens=True),
         tokenization.corpus_encoder(loaded)([text])[0],
@@ -88,7 +88,7 @@ def test_statistics_are_of_the_held_out_text(tokenizer, tmp_path, capsys):
 
 
 def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tmp_path):
-    """RoBERTa's own vocabulary is often passed on as these two files, without a config."""
+    """RoBERTa's vocabulary is often distributed as these two files, without a config."""
     tokenizer._tokenizer.model.save(str(tmp_path))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
     bare = tokenization.load_tokenizer(str(tmp_path))
@@ -156,7 +156,7 @@ def test_two_starts_write_one_tokenizer(tokenizer, tmp_path, monkeypatch):
 
 
 def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
-    """With a manifest any change is; without, whatever cannot be read, never with a traceback."""
+    """With a manifest, any change; without one, unreadable files, never with a traceback."""
     tokenizer_training.save_tokenizer(tokenizer, tmp_path / "ours")
     assert tokenization.load_tokenizer(tmp_path / "ours").get_vocab() == tokenizer.get_vocab()
     assert not [path for path in tmp_path.iterdir() if path.name != "ours"]
@@ -200,7 +200,7 @@ def test_a_tokenizer_is_whole_or_absent(tokenizer, tmp_path, monkeypatch):
 
 
 def test_words_of_thousands_of_characters_are_cut(caplog):
-    """Of every class of GPT-2's pattern, at any place; all other text is what it was."""
+    """Of each class of GPT-2's pattern, at any position; other text stays the same."""
     rng = random.Random(0)
     usual = [*make_documents(50, seed=1), "x" * 900 + " " * 900 + "1" * 900, "a1" * 9000, "", " ".join(["é" * 999] * 9)]
     assert list(tokenizer_training._without_long_words(usual)) == usual and "cuts" not in caplog.text
@@ -237,7 +237,7 @@ exit_on_error(main)
 
 
 def test_a_signal_ends_training_at_once(root):
-    """In the trainer, which runs for half a minute outside of Python: it does not return first."""
+    """During half a minute in the trainer's Rust code, without waiting for it to return."""
     command = [sys.executable, "-c", LONG_TRAINING]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

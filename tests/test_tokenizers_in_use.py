@@ -1,7 +1,7 @@
-"""Features of training equal the encoding by the saved tokenizer: generated tokenizers of three kinds, random options.
+"""Training features equal the encoding by the saved tokenizer: generated tokenizers of three kinds, random options.
 
-Each tokenizer is written as a user's folder, loaded as the scripts load it, saved as they save it beside a model, and
-loaded again with `AutoTokenizer`, as `pipeline` does.
+Each tokenizer is written as a user's folder, loaded as by the scripts, saved with a model, and loaded again with
+`AutoTokenizer`, as by `pipeline`.
 """
 
 import argparse
@@ -32,8 +32,8 @@ DOCUMENTS = [*make_documents(60, seed=5), "Héllo new york, the ﬁrst café 12 
 
 
 def unigram_pieces(names: list[str]) -> list[tuple[str, float]]:
-    """Special tokens, frequent strings and their scores. (The library's trainer starts threads in spite of
-    TOKENIZERS_PARALLELISM, and a data worker that a later test forks waits for them.)"""
+    """Special tokens, frequent strings and their scores. (The library's trainer starts threads despite
+    TOKENIZERS_PARALLELISM, for which a data worker forked by a later test would wait.)"""
     words = [f"▁{word}" for text in DOCUMENTS for word in text.split()]
     strings = (word[at : at + size] for word in words for size in range(1, 7) for at in range(len(word) - size + 1))
     return [*((name, 0.0) for name in names), *((s, math.log(n / 1e5)) for s, n in Counter(strings).most_common(400))]
@@ -69,7 +69,7 @@ def backend_of(rng: random.Random, names: list[str]) -> Tokenizer:
 
 
 def write_tokenizer(seed: int, folder) -> None:
-    """A user's folder: random kind, roles, template, added tokens and options of tokenizer_config.json."""
+    """Write a user's folder: random kind, roles, template, added tokens and options of tokenizer_config.json."""
     rng = random.Random(seed)
     roles = rng.choice([ROBERTA, BERT, BOTH])
     names = list(dict.fromkeys([*roles.values(), roles["unk"]]))
@@ -124,7 +124,7 @@ def texts_of(rng: random.Random, count: int, marks: list[str], least: int = 1) -
 
 
 class Saved:
-    """A generated tokenizer as a script loads it (`loaded`), and as its saved folder is loaded (`used`)."""
+    """A generated tokenizer, `loaded` by a script, and `used` from its saved folder."""
 
     def __init__(self, seed, folder, max_seq_length=16):
         write_tokenizer(seed, folder)
@@ -192,7 +192,7 @@ def check(features: list[dict], wanted) -> None:
 
 
 def test_squad_windows_are_those_of_the_saved_tokenizer(saved, rng):
-    """A context of one window; and of several, to the side that the tokenizer truncates at."""
+    """A context of one window; one of several, on the tokenizer's truncation side."""
     asked, contexts = texts_of(rng, TEXTS, MARKS), texts_of(rng, TEXTS, MARKS)
     questions = [
         squad.SquadExample(str(n), question, context, ())
@@ -234,7 +234,7 @@ def test_wnli_features_are_those_of_the_saved_tokenizer(saved, rng):
 
 
 def test_masks_leave_out_what_stock_masks_leave_out(saved):
-    """`DataCollatorForLanguageModeling` predicts no special token, the user's own among them."""
+    """`DataCollatorForLanguageModeling` predicts no special token, including the user's own."""
     ids = np.arange(len(saved.loaded))
     stock = saved.loaded.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
     [seen] = masking.MlmCollator(saved.loaded, mlm_probability=1.0).seen_by_model([Block({"input_ids": ids}, 0)])
@@ -249,7 +249,7 @@ def with_config(folder, tokenizer, **options):
 
 
 def test_only_own_special_tokens_change_the_fingerprint(tmp_path, tokenizer):
-    """The fingerprint of a former version, in token caches and runs, is that of a tokenizer without such tokens."""
+    """Without such tokens, the fingerprint equals that of earlier versions, in token caches and runs."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     former = {name: backend[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     assert tokenization.tokenizer_fingerprint(tokenizer) == durable.fingerprint(former)

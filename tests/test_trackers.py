@@ -1,5 +1,5 @@
-"""`--report_to`: each start and each seed is a named run with its metrics by step. A recorder stands in for a tracker;
-installed ones (`pip install wandb tensorboard trackio mlflow`) are tried too, offline."""
+"""`--report_to`: each start and each seed is a named run with its metrics by step. A recorder replaces the tracker;
+installed ones (`pip install wandb tensorboard trackio mlflow`) are tested too, offline."""
 
 import json
 import sqlite3
@@ -34,7 +34,7 @@ def runs(flags, preset, tmp_path):  # noqa: F811
 
 
 class Recorder(TrainerCallback):
-    """A tracker like WandbCallback: it logs to the run of its module, which it opens where there is none."""
+    """A stand-in for WandbCallback: it logs to the run of its module, and opens one if there is none."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not wandb.run:

@@ -1,4 +1,4 @@
-"""Pretraining through its command line: what a run leaves behind, and what is refused before a run begins."""
+"""train_mlm.py through its command line: output files, and errors before training."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def logged_losses(record):
 
 
 def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
-    """A copy of `roberta_recipe` in another repository has no commit of its own."""
+    """A copy of `roberta_recipe` in another repository has no commit."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another"]):
         subprocess.run([*git, *words], check=True)
@@ -43,8 +43,8 @@ def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
 
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
-    """`accelerate launch` of the script copied with `roberta_recipe` into an empty folder: evaluation, predictions, and
-    every file that the output folder must hold."""
+    """`accelerate launch` of the script, copied with `roberta_recipe` to an empty folder: evaluation, predictions, and
+    all output files."""
     script = copied("train_mlm.py", tmp_path / "mine")
     done = run_python(
         *["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"],
@@ -93,7 +93,7 @@ print(len(pipeline("fill-mask", model={str(out)!r})("The cat <mask> a dog.")))
 
 
 def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path, capsys):
-    """Packing works although the preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
+    """The preset asks for bf16, which `TrainingArguments` refuses without a GPU."""
     values = yaml.safe_load(Path(preset).read_text())
     del values["use_cpu"]
     Path(preset).write_text(yaml.safe_dump(values | {"bf16": True}))
@@ -113,7 +113,7 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
 
 @pytest.mark.parametrize("size", ["base", "large"])
 def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
-    """With an empty --token_cache it trains from text: the same blocks and masks, and nothing packed."""
+    """With an empty --token_cache, it trains from text: the same blocks and masks, without packing."""
     values = yaml.safe_load((root / f"presets/mlm/roberta_{size}.yaml").read_text())
     values |= yaml.safe_load(Path(preset).read_text()) | {"eval_strategy": "no", "dataloader_num_workers": 0}
     del values["corpus"]
@@ -138,9 +138,10 @@ def test_a_saved_preset_repeats_the_run(preset, tmp_path):
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
-    """Fifty steps against a committed curve, which shows any change of blocks, masks, first weights, loss or optimizer.
+    """Fifty steps compared with a committed curve, to detect any change of blocks, masks, initial weights, loss or
+    optimizer.
 
-    Digests of blocks and masks are equal to the bit; losses leave room for another processor's order of sums.
+    Hashes of blocks and masks are equal; losses have a tolerance for other processors' summation order.
     """
     flags = ["--max_steps", 50, "--learning_rate", "2e-3", "--warmup_steps", 10, "--save_strategy", "steps"]
     record = train(preset, *flags, "--save_steps", 50, "--per_device_train_batch_size", micro_batch)
@@ -162,7 +163,7 @@ def test_the_golden_curve(preset, tmp_path, root, micro_batch, request):
 
 
 def test_transformers_own_collator_drops_in(preset, tmp_path, monkeypatch):
-    """Training takes its masks from it; held-out examples keep theirs, as their loss shows of weights that stay."""
+    """It makes the training masks; held-out examples keep ours, as the loss of constant weights shows."""
     own = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "own")
     monkeypatch.setattr(pretraining, "build_collator", lambda *args: DataCollatorForLanguageModeling(args[-1], seed=0))
     stock = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "stock")
@@ -172,7 +173,8 @@ def test_transformers_own_collator_drops_in(preset, tmp_path, monkeypatch):
 
 
 def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
-    """Same blocks, masks and gradients: the same curve, and the same validation loss for any evaluation batch."""
+    """The same blocks, masks and gradients give the same curve; the validation loss is equal for any evaluation
+    batch."""
     whole = train(preset, "--output_dir", tmp_path / "a")
     small = train(
         preset, "--output_dir", tmp_path / "b", "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1
@@ -185,7 +187,7 @@ def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_pat
 
 
 def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer):
-    """The definition is computed by the stock class on the saved checkpoint, block by block."""
+    """Computed by the stock class on the saved checkpoint, block by block."""
     record = train(preset, "--output_dir", tmp_path / "a")
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
     _, reader = pretraining.build_readers(args, training_args, resolve(pretraining.read_corpus(args)), tokenizer)
@@ -204,8 +206,8 @@ def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer)
 
 
 def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tokenizer, capsys):
-    """A run's record has the loss of each source; `tools/evaluate.py` finds the same losses for the
-    checkpoint, and writes nothing."""
+    """The record has the loss of each source; `tools/evaluate.py` gives the same losses for the checkpoint, and writes
+    no file."""
     sources = []
     for name, documents, seed in (("animals", 160, 1), ("others", 80, 2)):
         write_text(tmp_path / f"{name}.txt", make_documents(documents, seed=seed))
@@ -237,7 +239,8 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
 
 
 def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys):
-    """Also where the preset names another of equal size; named in the command, the other is used and warned of."""
+    """Even if the preset names another one of equal size; one that is named on the command line is used, with a
+    warning."""
     other = tmp_path / "other"
     tokenizer_training.train_tokenizer(make_documents(300, seed=9)[::-1], vocab_size=400).save_pretrained(other)
     record, run = train(preset, "--max_steps", 2), tmp_path / "run"
@@ -277,7 +280,7 @@ def test_the_last_step_is_measured_once(preset, tmp_path):
 
 
 def test_a_run_too_short_for_its_log(preset, capsys):
-    """The last step is logged all the same, so that the curve has a point."""
+    """The last step is always logged, so that the curve has a point."""
     record = train(preset, "--logging_steps", 100)
     assert record["tokens_per_second"] > 0 and [step for step, _ in record["loss_at_steps"]["train"]] == [1, 4]
     paths = re.findall(r"^(?:checkpoint|run record|loss curve)  (/.*)$", capsys.readouterr().out, re.M)
@@ -298,7 +301,7 @@ def test_time_limit(preset):
 
 
 def test_text_files_without_validation_file(tmp_path, preset):
-    """The commonest case: a folder of text, of which 1% is held out."""
+    """The most common case: a folder of text, of which 1% is held out."""
     (tmp_path / "texts").mkdir()
     for number in range(3):
         write_text(tmp_path / "texts" / f"{number}.txt", make_documents(400, seed=10 + number))
@@ -312,7 +315,7 @@ def test_text_files_without_validation_file(tmp_path, preset):
 
 
 def test_a_bare_command_is_the_demonstration(root, tmp_path):
-    """Small values, but no --config: the run takes docstrings as its text, and makes a tokenizer."""
+    """With small values and no --config, the run uses docstrings as its text, and trains a tokenizer."""
     cache = tmp_path / "cache"
     script = f"""
 import sys
@@ -337,7 +340,7 @@ if __name__ == "__main__":
 
 
 def test_other_text_is_no_demonstration(tmp_path, train_file):
-    """The run trains no tokenizer on other text: a missing tokenizer is an error."""
+    """No tokenizer is trained on other text; a missing one is an error."""
     with pytest.raises(InputError, match="no tokenizer at tokenizer_name='absent'"):
         train_mlm.main(
             ["--train_file", train_file, "--tokenizer_name", "absent", "--output_dir", str(tmp_path / "run")]
@@ -448,7 +451,7 @@ def test_loss_at_steps_is_thinned_and_keeps_the_last():
 
 
 def test_two_processes_give_the_curve_of_one_process(preset, tmp_path):
-    """Both processes read the same stream, and each takes its share of every step."""
+    """Both processes read the same stream, and each takes its share of a step."""
     single = train(preset, "--output_dir", tmp_path / "single")
     ranks = forked_ranks(lambda rank: train(preset, "--per_device_train_batch_size", "2"), tmp_path)
     end_well(ranks)
@@ -460,7 +463,7 @@ def test_two_processes_give_the_curve_of_one_process(preset, tmp_path):
 
 
 def test_held_out_text_of_a_single_document_has_no_error(preset, tmp_path, capsys):
-    """A standard error over documents needs two; the log line, which shows numbers, leaves it out."""
+    """A standard error over documents needs two; the log line omits it."""
     held_out = " ".join(make_documents(60, seed=7)).replace("\n", " ")
     (tmp_path / "one.txt").write_text(held_out, encoding="utf-8")
     flags = ["--validation_file", tmp_path / "one.txt", "--per_device_eval_batch_size", 2]

@@ -1,7 +1,7 @@
-"""The parts of Hugging Face's `Trainer` that our trainers override or read, beside the installed transformers.
+"""Private parts of Hugging Face's `Trainer` that our trainers override or read, compared with the installed version.
 
-Where a test fails after an upgrade: read the release notes between `CHECKED_WITH` and the installed version, compare
-`transformers/trainer.py` of the two at the method that is named, and change our override and `RELIED_ON` together.
+If a test fails after an upgrade: read the release notes since `CHECKED_WITH`, compare the named method in both versions
+of `transformers/trainer.py`, and update our override and `RELIED_ON` together.
 """
 
 import ast

@@ -1,4 +1,5 @@
-"""Unpadded rows against SDPA over padded ones; FlashAttention itself, which is for CUDA, by its definition."""
+"""Unpadded (varlen) rows compared with SDPA on padded rows; FlashAttention, which needs CUDA, is replaced by its
+definition."""
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def attention_by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
 
 
 def padded_batch(objectives):
-    """Three rows of `LENGTHS`, of which every third token is predicted, and the label columns of `objectives`."""
+    """Three rows of `LENGTHS`, with every third token predicted, and the label columns of `objectives`."""
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(261, 390, (3, max(LENGTHS)), generator=rng)
     kept = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
@@ -72,7 +73,7 @@ def test_losses_and_gradients_are_those_of_padded_rows(name, objectives, monkeyp
 
 
 def test_logits_without_labels_are_those_of_padded_rows():
-    """As `pipeline` and BLiMP call a model."""
+    """As called by `pipeline` and BLiMP."""
     attention.register()
     model = masked_lm.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval()
     given = {name: column for name, column in padded_batch(["mlm"]).items() if name in ("input_ids", "attention_mask")}

@@ -1,4 +1,4 @@
-"""Checkpoints that are truncated, corrupted or incomplete are refused; weights are never initialized instead."""
+"""Truncated, corrupted and incomplete checkpoints are refused; no weights are initialized instead."""
 
 import random
 import shutil
@@ -26,7 +26,7 @@ LAYER = "roberta.encoder.layer.1.output.dense.weight"
 
 @pytest.fixture
 def loaders(tokenizer):
-    """Functions from a folder to a model, by use."""
+    """Functions that load a model from a folder, by use."""
     return {
         "pretraining": lambda folder: build_model(tokenizer, model_name_or_path=str(folder), max_seq_length=64),
         "classifier": lambda folder: task_heads.load_with_head(AutoModelForSequenceClassification, str(folder), None),
@@ -36,14 +36,14 @@ def loaders(tokenizer):
 
 
 def edit(folder, change):
-    """Rewrite a checkpoint's weights with `change` applied to their dict."""
+    """Rewrite a checkpoint's weights after `change` of their dict."""
     stored = load_file(Path(folder, "model.safetensors"))
     change(stored)
     save_file(stored, Path(folder, "model.safetensors"), metadata={"format": "pt"})
 
 
 def header_bytes(path):
-    """The length of the part of a file in which a flipped bit can be noticed without a hash."""
+    """Length of the part of a file in which a flipped bit is detectable without a hash."""
     return 8 + struct.unpack("<Q", path.read_bytes()[:8])[0] if path.suffix == ".safetensors" else path.stat().st_size
 
 
@@ -53,7 +53,7 @@ def body_of(model):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_truncated_or_flipped_file_is_refused_or_has_the_same_weights(model_dir, loaders, tmp_path, sharded):
-    """Random truncations of every file, random bits of every JSON and header."""
+    """Random truncations of every file, random bits of all JSON files and headers."""
     draw, outcomes = random.Random(1), {"refused": 0, "same": 0}
     model = loaders["wnli"](model_dir)
     whole = body_of(model)

@@ -1,5 +1,5 @@
-"""A script copied into an empty folder runs with the installed wheel alone, without DeepSpeed: code, cards, presets,
-requirements."""
+"""A script in an empty folder runs with only the installed wheel, without DeepSpeed; the wheel has code, cards, presets
+and requirements."""
 
 import json
 import re
@@ -33,7 +33,7 @@ train_mlm.main(argv)
 
 @pytest.fixture(scope="module")
 def wheel(root, tmp_path_factory):
-    """The wheel, unpacked into a folder, and its list of files."""
+    """(folder of the unpacked wheel, list of its files)."""
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
         shutil.copy(root / name, source)

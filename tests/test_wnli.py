@@ -1,4 +1,4 @@
-"""Every row of WNLI as a Winograd schema: literal, rewritten, of other phrases, of texts that WSC lacks."""
+"""Alignment of WNLI rows with Winograd schemas: literal, rewritten, of other phrases, of texts that WSC lacks."""
 
 import json
 import random
@@ -15,7 +15,7 @@ TRAINS = "Maude and Dora had seen the trains, with puffs of smoke. Horses ran aw
 
 
 def schemas_of(path, *rows):
-    """WSC's schemas for (text, query, pronoun, the pronoun's number among the text's words)."""
+    """WSC schemas for (text, query, pronoun, index of the pronoun among the words)."""
     lines = []
     for number, (text, query, pronoun, index) in enumerate(rows):
         target = {"span1_text": query, "span2_text": pronoun, "span2_index": index}
@@ -48,7 +48,7 @@ def test_rows_of_a_made_up_test_set_find_their_schemas(tmp_path):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rewritten_rows_find_their_schemas(tmp_path, seed):
-    """200 rewritten hypotheses from a generator; at most two find another schema."""
+    """200 generated rewritten hypotheses, of which at most two are aligned with another schema."""
     write_wsc(tmp_path, tmp_path / "glue", seed=seed)
     schemas, draw = wsc.read_wsc(tmp_path / "train.jsonl")[:200], random.Random(seed)
     rows = [
@@ -93,7 +93,7 @@ def test_another_phrase_or_pronoun_becomes_a_schema_of_its_own(cellar, hypothesi
 
 
 def test_texts_that_differ_in_spacing_keep_their_own_positions(tmp_path):
-    """The same words with a comma more have their pronoun at another character."""
+    """The same words with one more comma have their pronoun at another character."""
     other = TRAINS.replace("trains, with", "trains with")
     schemas = schemas_of(
         tmp_path / "wsc.jsonl", (TRAINS, "the trains", "they", 15), (other, "puffs of smoke", "they", 15)

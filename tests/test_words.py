@@ -1,4 +1,4 @@
-"""Masked whole words: the same questions for every model, answered as by the plain definition."""
+"""tools/words.py: the same masked words for every model, scored as by definition."""
 
 import itertools
 import json
@@ -61,7 +61,7 @@ def test_log_probabilities_are_those_of_the_whole_model(family):
 
 
 def by_definition(model, tokenizer, window, reading=words.as_written):
-    """Bits of the masked words of a window, and of those of one piece, by the whole model, character by character."""
+    """Reference: bits of the masked words of a window, and of one-piece words, character by character."""
     ids, offsets = reading(tokenizer, window.text)
     of_word = [[n for n, (a, b) in enumerate(offsets) if {*range(a, b)} & {*range(*span)}] for span in window.spans]
     shown = torch.tensor([ids])
@@ -125,7 +125,7 @@ def test_words_stand_alone_and_windows_are_few(text):
 
 
 def test_words_without_pieces_are_counted(wordpiece, capsys, tmp_path):
-    """A model that has [UNK] for a word is asked for [UNK]."""
+    """A model that encodes a word as [UNK] has to predict [UNK]."""
     windows = list(words.windows_of(TEXTS))
     config = transformers.BertConfig(**SIZES | {"vocab_size": len(wordpiece)})
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "model")
@@ -166,7 +166,7 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
 
 
 def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, caplog):
-    """Of 64 positions and of 24: windows are divided, and each loss is that of its part's definition."""
+    """With 64 and 24 positions, windows are divided, and each loss is that of its part."""
     torch.manual_seed(0)
     windows = list(words.windows_of([" ".join(TEXTS), "No antidisestablishment.today.".replace("t", "tt") * 30]))
     asked = [window.text[first:end] for window in windows for first, end in window.spans]

@@ -1,4 +1,4 @@
-"""WNLI by WSC: finding pronouns, fairseq's candidates, scores of masked phrases, losses summed over schemas."""
+"""WNLI by WSC: position of the pronoun, fairseq's candidates, scores of masked phrases, losses summed over schemas."""
 
 import copy
 import json

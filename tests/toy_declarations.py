@@ -1,7 +1,7 @@
-"""A toy objective and a toy optimizer: what new ones need, which is a declaration each and, for labels, a packer.
+"""A toy objective and a toy optimizer: a declaration each and, for the labels, a packer.
 
-The packer of FULL-SENTENCES gives each block token types (first half, second half) and a label: none, 0 or 1 in turn,
-by the block's number in its chunk; a head predicts it from `<s>`. The optimizer is SGD with signs of a running mean.
+The packer adds token types (first half, second half) and a label (none, 0 or 1 in turn) to FULL-SENTENCES; a head
+predicts it from `<s>`. The optimizer is SGD with signs of a running mean.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from roberta_recipe.training import optimizers
 
 
 def halves(*documents_and_layout):
-    """FULL-SENTENCES with two further columns."""
+    """FULL-SENTENCES with two more columns."""
     for number, columns in enumerate(packing.full_sentences(*documents_and_layout)):
         length = len(columns["input_ids"])
         token_type_ids = (np.arange(length) >= length // 2).astype(np.uint8)
@@ -35,7 +35,7 @@ OBJECTIVE = objectives.Objective(
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Steps of the size of the learning rate along the signs of a running mean of the gradients."""
+    """Steps of the size of the learning rate, with the signs of a running mean of the gradients."""
 
     def __init__(self, groups, lr, momentum):
         super().__init__(groups, {"lr": lr, "momentum": momentum})
