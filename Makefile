@@ -105,7 +105,7 @@ bench: setup      ## each stage of the data, then every speed comparison with th
 	$(PY) benchmarks/data_pipeline.py
 	$(PY) benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
-faults: setup     ## 1,000 random faults and their outcomes, two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
+faults: setup     ## 1,000 random faults and their outcomes, one to two hours: make faults OUT=runs/faults.json ARGS="--seed 1"
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(PY) -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 

@@ -64,7 +64,7 @@ class GlueArguments(own_task.OwnTaskArguments):
     task_name: str | None = setting(None, f"One of {', '.join(TASKS)}; else a name for your task.", "fixed")
     data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")
     other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.", "free", shown=True)
-    sweep: bool = setting(False, "The paper's grid (Table 10): 3 rates x 2 batches, 10 epochs, all seeds.", "free")
+    sweep: bool = setting(False, "Table 10's grid: 3 learning rates x 2 batches, 10 epochs, all seeds.", "free")
     predict_with: Literal["best", "ensemble"] = setting(
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds.", "free"
     )

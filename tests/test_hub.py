@@ -183,7 +183,7 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", dropping)
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--hub_always_push", "true", "--max_steps", "3"]
     record = train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
-    assert record["steps"] == 3 and "a push while training failed, and training continues" in capsys.readouterr().err
+    assert record["steps"] == 3 and "a background push failed; training continues" in capsys.readouterr().err
     assert [message for _, _, message in server.commits][1:] == ["Training in progress, step 2", "Trained for 3 steps"]
 
 
@@ -222,7 +222,7 @@ def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset,
     for step in (1, 2, 3):
         names = {"optimizer.pt", "model.safetensors", "recipe_state.json", "manifest.json"}
         assert {f"checkpoint-{step}/{name}" for name in names} <= set(files)
-    assert "a push while training failed" not in capsys.readouterr().err
+    assert "a background push failed" not in capsys.readouterr().err
 
 
 def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset, tmp_path, monkeypatch):

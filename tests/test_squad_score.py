@@ -45,7 +45,7 @@ def test_version_1_counts_what_is_left_out_as_wrong(score, capsys):
     assert score(gold, texts, version="1.1") == {"exact_match": 200 / 3, "f1": 200 / 3}
     said = capsys.readouterr().err
     assert "no prediction for 1 of 3 questions (3); they count as wrong" in said
-    assert "1 ids are not asked for: other" in said
+    assert "1 ids match no question: other" in said
     assert score(gold, texts | {"3": ""}, version="1.1") == {"exact_match": 100.0, "f1": 200 / 3}
     assert "wrong" not in capsys.readouterr().err
     assert score(gold, {}, version="1.1") == {"exact_match": 0.0, "f1": 0.0}

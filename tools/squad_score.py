@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     names = [question.id for question in questions]
     texts, missing, others = squad_files.read_answers(Path(args.predictions), names, "prediction", str)
     if others:
-        logger.warning(f"{args.predictions}: {len(others):,} ids are not asked for: {listed(others)}")
+        logger.warning(f"{args.predictions}: {len(others):,} ids match no question: {listed(others)}")
     if missing:
         lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({listed(missing)})"
         if args.version_2_with_negative:

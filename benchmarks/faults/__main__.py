@@ -1,6 +1,6 @@
 """Fault-injection census: random faults in pretraining, packing, tokenizer training and fine-tuning runs.
 
-    make faults OUT=runs/faults.json                       # 1,000 cases in about two hours on two cores
+    make faults OUT=runs/faults.json                       # 1,000 cases, one to two hours on two cores
     python -m benchmarks.faults --output runs/faults.json --cases 1000 --seed 0 --jobs 2
     python -m benchmarks.faults --case 417                 # one case again; its folder is kept
 

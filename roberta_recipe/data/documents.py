@@ -154,7 +154,7 @@ def check_sources(corpus: Corpus) -> None:
     message = f"no document is held out of {', '.join(without)}; name a --validation_file, or in a corpus preset "
     message += "validation_files or a higher validation_share"
     if any(corpus.files(source, "train")[0] == "text" for source in corpus.sources):
-        message += ". Only blank lines separate documents in .txt; of one document a line: sed G lines.txt > docs.txt"
+        message += ". Only blank lines separate documents in .txt; for one per line, run: sed G lines.txt > docs.txt"
     if len(without) == len(corpus.sources):
         raise InputError(message)
     if without:

@@ -113,7 +113,7 @@ class Publisher:
 
 def _warn_of_failure(upload: futures.Future) -> None:
     if error := upload.exception():
-        logger.warning(f"Hub         a push while training failed, and training continues: {first_line(error)}")
+        logger.warning(f"Hub         a background push failed; training continues: {first_line(error)}")
 
 
 class PublishCheckpoints(TrainerCallback):

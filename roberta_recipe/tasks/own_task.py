@@ -39,9 +39,9 @@ class OwnFileArguments(FinetuneArguments):
 
     train_file: str | None = setting(None, "JSON lines, Parquet, CSV, TSV (no quotes).", "content")
     validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
-    test_file: str | None = setting(None, "With do_predict: predicted into a file.", "content")
+    test_file: str | None = setting(None, "With do_predict: the file to predict.", "content")
     dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
-    dataset_config_name: str | None = setting(None, "Its configuration.", "content")
+    dataset_config_name: str | None = setting(None, "Configuration of dataset_name.", "content")
 
 
 @dataclass
@@ -235,7 +235,7 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
         if all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
             raise InputError(f"{word}, a decimal comma: write a point")
         if score is not None:
-            raise InputError(f"{word}, no number, and other rows have {score!r}")
+            raise InputError(f"{word}, not a number like {score!r}; correct the row")
     if len({*map(str, values)} if score is None else {*numbers}) < 2:
         raise InputError(f"{where}: {column} is {values[0]!r} in all {len(values):,} rows; name another label_column")
     if score is not None:

@@ -303,11 +303,11 @@ class BlockArguments:
         "en_core_web_lg", "spaCy model for named entities and noun phrases, a package or a folder.", "data"
     )
     static_masks: int = setting(
-        0, "Number of masks of a block, which its passes use in turn (BERT: 10); 0: a new one each pass.", "fixed", True
+        0, "Masks per block, reused in turn over the passes (BERT: 10); 0: a new mask each pass.", "fixed", True
     )
     mask_replace_prob: float = setting(0.8, "Share of predicted positions that show <mask>.", "fixed", shown=True)
     random_replace_prob: float = setting(
-        0.1, "Share of them that show a random token; the rest are unchanged (BabyBERTa: none).", "fixed", shown=True
+        0.1, "Share of predicted positions with a random token; rest unchanged (BabyBERTa: none).", "fixed", shown=True
     )
 
 
@@ -327,7 +327,7 @@ class ModelArguments:
         None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
     )
     config_overrides: str | None = setting(
-        None, "Changes to that config: embedding_size=128,shared_parameters=attention.", "content"
+        None, "Changes to config_name: embedding_size=128,shared_parameters=attention.", "content"
     )
     model_name_or_path: str | None = setting(None, "Checkpoint to start from, in place of `config_name`.", "content")
     pad_vocab_to_multiple_of: int | None = setting(
@@ -441,4 +441,4 @@ class FinetuneArguments:
         False, "Fine-tune the checkpoint's architecture from fresh weights.", "fixed", shown=True
     )
     max_train_samples: int | None = setting(None, "Train on the first so many examples only.", "fixed", shown=True)
-    keep: Literal["best", "all", "none"] = setting("best", "Runs with weights on disk.", "free")
+    keep: Literal["best", "all", "none"] = setting("best", "Which runs keep weights on disk.", "free")

@@ -54,7 +54,7 @@ def check(args: TrainingArguments) -> None:
     if args.fp16 and args.device.type == "cpu" and not args.deepspeed_plugin:  # accelerate would train in fp32
         raise InputError("fp16=true: a CPU has no fp16 training; use --fp16 false, with or without --bf16 true")
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16 (torch would emulate it); --fp16 true")
+        raise InputError(f"bf16=true: {torch.cuda.get_device_name()} has no bf16, only emulation: use --fp16 true")
     if args.bf16 and args.device.type == "cpu" and not has_bf16(use_cpu=True):
         logger.warning("bf16=true: this processor has no bf16 and emulates it, many times slower than --bf16 false")
 

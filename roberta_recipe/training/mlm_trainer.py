@@ -64,8 +64,8 @@ class AfterCheckpointLoad(TrainerCallback):
         if tokenized < trained:
             preset = os.path.join(args.output_dir, PRESET_NAME)
             logger.warning(
-                f"Tokenization is the bottleneck: some {tokenized / 1e6:.2f} M tokens/s for the {trained / 1e6:.2f} M "
-                "that can be trained. Pack the text once, then start with --token_cache DIR: "
+                f"Tokenization is the bottleneck: {tokenized / 1e6:.2f} M of the {trained / 1e6:.2f} M tokens/s "
+                "that training can use. Pack the text once, then start with --token_cache DIR: "
                 f"python tools/pack.py --config {preset} --token_cache DIR"
             )
 

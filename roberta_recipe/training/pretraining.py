@@ -185,8 +185,8 @@ def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
         fingerprint = tokenization.tokenizer_fingerprint
         if checkpoint and fingerprint(tokenizer) != fingerprint(checkpoint_tokenizer(checkpoint)):
             logger.warning(
-                f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids stand "
-                "for other words than in its training; leave --tokenizer_name out"
+                f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: its ids "
+                "mean other tokens than in training; leave --tokenizer_name out"
             )
     return tokenizer
 
