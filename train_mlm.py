@@ -184,7 +184,7 @@ def train_missing_tokenizer(
     config = weights.fresh_config(args.config_name, args.config_overrides)
     sample = partial(sample_documents, corpus, "train", max_bytes=tokenizer_training.SAMPLE_BYTES, seed=0)
     size = sum(len(text.encode()) for _, text in sample())
-    is_size_given = "vocab_size" in (args.config_overrides or "")
+    is_size_given = "vocab_size" in weights.overridden(args.config_overrides)
     entries = config.vocab_size if is_size_given else tokenizer_training.size_for(size)
     logger.info(
         f"Tokenizer   at most {entries:,} entries, trained on {size / 1e6:,.1f} MB of the text: "

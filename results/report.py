@@ -235,9 +235,8 @@ def reduced_entry(source: Path, note: str) -> LedgerEntry:
         folder = f"lr{scores['learning_rate']:g}-batch{scores['global_batch_size']}-seed{seed}"
         record = read_record(source / folder / RECORD_NAME, ("metrics", "shown_args"), ADVICE)
         runs.append({"seed": int(seed), **{name: record.get(name) for name in _RUN_FIELDS}})
-    resolved = summary["resolved_args"]
-    args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None}
-    args |= {name: scores[name] for name in ("learning_rate", "global_batch_size")}
+    resolved = record["resolved_args"]  # of a sweep, the summary has the preset's
+    args = {name: resolved[name] for name in summary["shown_args"] if resolved.get(name) is not None and name != "seed"}
     scores |= {"best_run": Path(scores["best_run"]).name}
     names = ("task", "metric", "dataset", "scored_examples", "baseline", "shown_args", "duplicates")
     entry = {name: summary.get(name) for name in names} | {"note": note}

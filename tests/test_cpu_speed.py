@@ -170,6 +170,8 @@ def test_bf16_where_the_device_has_it(tmp_path, monkeypatch):
         assert RecipeTrainingArguments(output_dir=str(tmp_path)).use_cpu  # or Trainer would refuse bf16
         fp16 = RecipeTrainingArguments(output_dir=str(tmp_path), fp16=True)
         assert not fp16.bf16 and not fp16.use_cpu
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        assert RecipeTrainingArguments(output_dir=str(tmp_path), bf16=False).use_cpu  # float64 sums of evaluations
 
 
 def test_both_precisions_learn_alike(preset, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from conftest import PLACES
 from glue_runs import data_dir, flags, special, wsc_dir  # noqa: F401
 from official_files import PAIR
+from transformers import AlbertConfig
 
 import finetune_glue
 from roberta_recipe.errors import InputError
@@ -143,6 +144,7 @@ BAD = {
     "another metric": (["--metric_for_best_model", "f1"], "metric_for_best_model=f1 .* the highest accuracy"),
     "micro-batch": (["--global_batch_size", "4"], "per_device_train_batch_size=8 is more than global_batch_size=4"),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
+    "one seed's checkpoint": (["--resume_from_checkpoint", "r/checkpoint-9"], "None, not r/checkpoint-9: it is of one"),
     "seed": (["--seed", "7"], "seed=7 has no effect beside seeds; use --seeds 7"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking has no effect on task_name=rte"),
@@ -235,13 +237,28 @@ def test_the_card_names_glues_data_only_for_glues_rows():
         assert (own["name"], own["hub_id"], own["hub_config"], own["note"]) == (name, None, None, "")
 
 
+def test_segment_ids_where_the_model_has_them(wordpiece, tmp_path):
+    """ALBERT's tokenizer does not name them among its model inputs."""
+    wordpiece.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | names))
+    for rows in (2, 1):
+        AlbertConfig(vocab_size=400, type_vocab_size=rows).save_pretrained(tmp_path)
+        tokenizer = protocol.load_tokenizer(finetune_glue.GlueArguments(model_name_or_path=str(tmp_path)))
+        assert ("token_type_ids" in tokenizer("a", "b")) == (rows == 2)
+
+
 def test_tokenizers_that_do_not_fit_the_model(flags, wordpiece, tmp_path, monkeypatch):
     """BERT's token types are omitted for a model without them; a vocabulary larger than the model's and a slow
     tokenizer are refused."""
     wordpiece.save_pretrained(tmp_path / "wordpiece")
     assert 1 in wordpiece("a", "b")["token_type_ids"]
     argv = flags("rte", "--tokenizer_name", tmp_path / "wordpiece", "--random_weights", True, "--max_steps", 1)
-    assert finetune_glue.main(argv)["task"] == "rte"
+    summary = finetune_glue.main(argv)
+    assert summary["task"] == "rte" and wordpiece.pad_token_id == 0
+    saved = json.loads(Path(summary["settings"][0]["best_run"], "best", "config.json").read_text())
+    assert saved["pad_token_id"] == 1  # positions of a loaded model begin where those of training did
     config = Path(argv[argv.index("--model_name_or_path") + 1], "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(wordpiece) - 1}))
     with pytest.raises(InputError, match=r"has 193 tokens, the model .* 192: name the model"):

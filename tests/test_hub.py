@@ -380,6 +380,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
         "temperature": 0.7,
         "hidden": "x",
         "layer_decay": None,
+        "max_grad_norm": 0.0,
         "bf16": False,
         "global_batch_size": 16,
     }
@@ -388,7 +389,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
         **{"dataset": summary["dataset"], "examples": {"train": 1000}, "parameters": 5_000_000, "steps": 10},
         **{"scored_examples": {"validation_a": 1250, "validation_b": 30}, "baseline": None},
         **{"resolved_args": settings, "tokens_seen": 1000, "tokens_per_second": 10, "train_seconds": 100.0},
-        **{"shown_args": ["max_seq_length", "seed", "temperature", "layer_decay", "bf16"]},
+        **{"shown_args": ["max_seq_length", "seed", "temperature", "layer_decay", "max_grad_norm", "bf16"]},
         **{"versions": {"torch": "2"}, "commit": "abc", "fingerprint": {"weights": "a" * 16}},
         **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
     }
@@ -402,7 +403,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]
     table = shown.text.split("## Training")[1].split("10 steps")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
-    assert names == ["", "---", "max_seq_length", "seed", "temperature"]
+    assert names == ["", "---", "max_seq_length", "seed", "temperature", "max_grad_norm"]
     alone = cards.fine_tuned("me/sense", CONFIG, record, None)  # other seeds are still training
     splits = "validation_a, 1,250 examples; validation_b, 30 examples"
     assert f"| {splits} | kappa | 60.0 | 60.0 to 60.0 | 1 | - |" in alone.text

@@ -109,6 +109,12 @@ def test_with_the_unigram_bias_a_run_begins_at_the_unigram_entropy_of_the_traini
         train_mlm.main([*flags, "--initialization", "normal,unigram_bias=1", "--config_name", str(folder)])
 
 
+def test_a_decoder_in_two_parts_has_no_output_bias_of_the_vocabulary():
+    config = AutoConfig.for_model("deberta-v2", **SHAPE, legacy=False)
+    with pytest.raises(InputError, match="a 'deberta-v2' model has no output bias"):
+        initialization.set_output_bias(AutoModelForMaskedLM.from_config(config), "normal,unigram_bias=1", np.ones(390))
+
+
 @pytest.mark.parametrize(
     "text",
     ["mimic", "mimetic,keys=1", "mimetic,positions=-1", "mimetic,value_output=-inf", "mimetic,positions=nan"]

@@ -278,3 +278,6 @@ def test_fresh_weights_have_the_tokenizers_vocabulary_and_padding_id(tokenizer, 
     model = build_model(tokenizer, config_name=str(tmp_path / "other.json"), max_seq_length=64)
     assert (model.config.vocab_size, model.config.pad_token_id) == (400, 1)
     assert model.get_input_embeddings().padding_idx == 1
+    overrides = {"config_overrides": "type_vocab_size=2", "max_seq_length": 64}
+    types = build_model(tokenizer, config_name=str(tmp_path / "other.json"), **overrides)
+    assert (types.config.vocab_size, types.config.type_vocab_size) == (400, 2)

@@ -164,6 +164,7 @@ BAD = {
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
     "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is no entity tag, the others are: write B-"),
     "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: remove it \(cut -f2-"),
+    "CoNLL-U": (["1-2\tzum\t_", "1\tzu\tADP", "2\tdem\tDET"], {}, "t.conll: column 1 is a counter"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),
     "column of CoNLL": (["a O"], {"label_column": "tags"}, "label_column=tags has no effect on CoNLL files"),
     "CSV": (["a,O"], {"train_file": "t.csv"}, "t.csv: name a file in CoNLL format"),

@@ -241,16 +241,17 @@ def test_readme_rows_are_written_on_request_the_best_first(ledger, tmp_path):
 
 
 def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
-    """RACE of a single level has no accuracy of the other; settings come from the picked row, not from the preset."""
+    """RACE of a single level has no accuracy of the other; settings are those of the runs, which a sweep changes."""
     write_pretraining(tmp_path / "results" / "mini")
-    write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5)
+    write_tuning(tmp_path / "race", [0.42], task="race", level="middle", learning_rate=1e-5, max_steps=1560)
     (path,) = (tmp_path / "race").glob("*/run_record.json")
     record = json.loads(path.read_text())
+    record["resolved_args"] |= {"learning_rate": 1e-4, "max_steps": -1, "seed": 1}
     durable.write_sealed(path, {**record, "metrics": {"accuracy": 0.42, "middle": 0.42}})
     whole, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
     first, _ = [line for line in whole.splitlines() if line.startswith("| RACE")]
     assert first.startswith("| RACE, middle | mini | 42.0 (1 seed) | - | - | 86.5 (test set) | validation, 277")
-    assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16" in whole
+    assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16, 3 epochs" in whole
     assert "RACE, accuracy; RACE, high" in whole.split("Not run: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 

@@ -102,6 +102,13 @@ def test_models_that_cannot_be_unpadded_are_refused(tmp_path, monkeypatch, model
         attention.choose(config, args, can_unpad)
 
 
+def test_blockwise_attention_of_a_cpus_preset_is_refused_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(MlmTrainingArguments, "device", torch.device("cuda"))
+    args = MlmTrainingArguments(str(tmp_path), max_steps=1, attn_implementation="blockwise", use_cpu=True)
+    with pytest.raises(InputError, match="attn_implementation=blockwise: it is for CPUs; this run is on cuda"):
+        attention.choose(config_of("roberta"), args)
+
+
 def test_a_cpu_is_refused(preset):
     with pytest.raises(InputError, match="varlen: it needs CUDA and bf16 or fp16; this run is fp32 on cpu"):
         train_mlm.main(["--config", str(preset), "--attn_implementation", "varlen"])

@@ -41,6 +41,8 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     reason = ""
     if named == BLOCKWISE and not is_pluggable:
         reason = f"{config.model_type!r} models have their own attention"
+    elif named == BLOCKWISE and args.device.type != "cpu":
+        reason = f"it is for CPUs; this run is on {args.device.type}"
     elif named == VARLEN and not can_unpad:
         reason = "it is for pretraining only"
     elif named == VARLEN and (args.device.type != "cuda" or not half):

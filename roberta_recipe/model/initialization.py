@@ -70,7 +70,7 @@ def set_output_bias(model: PreTrainedModel, text: str | None, counts: np.ndarray
     """Set the output bias to `unigram_bias` times the log of `counts` (vocab_size,) + 0.5, less its mean. Raises
     `InputError` for a model without an output bias."""
     bias = getattr(model.get_output_embeddings(), "bias", None)
-    if bias is None:
+    if bias is None or len(bias) < len(counts):
         raise InputError(f"initialization={text}: a {model.config.model_type!r} model has no output bias")
     log_counts = torch.from_numpy(np.log(counts + 0.5))
     bias[: len(counts)] = (factors(text)["unigram_bias"] * (log_counts - log_counts.mean())).to(bias.dtype)

@@ -200,7 +200,7 @@ def build_model(
     multiple = pad_vocab_to_multiple_of or 1
     padded = math.ceil(entries / multiple) * multiple
     for name, value in {"vocab_size": entries, "pad_token_id": tokenizer.pad_token_id}.items():
-        if not model_name_or_path and name not in (config_overrides or ""):
+        if not model_name_or_path and name not in weights.overridden(config_overrides):
             setattr(config, name, value)
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         raise InputError(

@@ -39,14 +39,18 @@ def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> P
         raise InputError(f"no model config at {argument}={name!r}, a folder or a Hub id: {_reason(error)}") from error
 
 
+def overridden(overrides: str | None) -> set[str]:
+    """The keys of `overrides` (key=value,key=value)."""
+    return {pair.partition("=")[0].strip() for pair in (overrides or "").split(",")}
+
+
 def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
     """The config for fresh weights, with `overrides` (key=value,key=value). Raises `InputError`."""
     config = read_config(name, "config_name")
     if overrides:
         derived = {"model_type", "num_hidden_groups"} if hasattr(config, albert.SHARED) else {"model_type"}
-        for key in (pair.partition("=")[0].strip() for pair in overrides.split(",")):
-            if key in derived:
-                raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
+        for key in derived & overridden(overrides):
+            raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
         try:
             config.update_from_string(overrides.replace(" ", ""))
         except Exception as error:  # each config has its own checks
@@ -67,13 +71,17 @@ def config_of(config_name: str | None, overrides: str | None, model_name_or_path
     return config
 
 
+def counts_from_padding(config: PreTrainedConfig) -> bool:
+    """Whether positions begin at the padding id + 1, as RoBERTa's."""
+    return "roberta" in config.model_type or config.model_type in _OFFSET
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model in tokens; None without position embeddings. RoBERTa's positions begin at the
-    padding id + 1, and the rows before are unused."""
+    """The longest sequence of a model in tokens, without unused positions; None without position embeddings."""
     rows = getattr(config, "max_position_embeddings", None)
     if rows is None or rows < 1:  # XLNet's is -1
         return None
-    if "roberta" in config.model_type or config.model_type in _OFFSET:
+    if counts_from_padding(config):
         rows -= config.pad_token_id + 1
     return rows
 

@@ -150,7 +150,7 @@ def _card(
 ) -> ModelCard:
     """The card from a template in this folder; `facts`: variables of this kind of run."""
     args, name = record["resolved_args"], repo.split("/")[-1]
-    head = "For" + config["architectures"][0].partition("For")[2]
+    head = "For" + config["architectures"][0].rpartition("For")[2]  # RoFormerForMaskedLM
     start = args.get("model_name_or_path")
     if start and _starts_from_hub(record):
         metadata = {"base_model": None if args.get("random_weights") else start, **metadata}
@@ -171,12 +171,13 @@ def _card(
         + (f"; commit {record['commit']}." if record["commit"] else ".")
     )
     shape = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
+    settings = [(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, -1)]
     return ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name(template)),
         name=name, config=config, record=record, args=args, auto_class=f"AutoModel{head}", start=start,
         source=json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else ""),
         shape=[*shape, ("parameters", f"{record['parameters']:,}")],
-        settings=[(name, args[name]) for name in record["shown_args"] if args.get(name) not in (None, False, -1)],
+        settings=[(name, value) for name, value in settings if value is not False],  # 0 is shown
         training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain, table=markdown_table,
         **facts,
     )  # fmt: skip

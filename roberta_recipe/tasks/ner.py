@@ -59,7 +59,7 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
                 raise InputError(f"{path}, line {number}: {line!r} is not {width} columns; blank lines end sentences")
     sentences = [[*zip(*rows, strict=True)] for rows in sentences if rows]
     first = [words[words[0] == "#" :] for words, *others in sentences if others]  # GermEval's comments
-    if first and all(words == tuple(map(str, range(1, len(words) + 1))) for words in first):
+    if first and all(re.fullmatch(r"\d+([-.]\d+)?", word) for words in first for word in words):  # 2-3, 8.1: CoNLL-U
         raise InputError(f"{path}: column 1 is a counter, not words: remove it (cut -f2-)")
     rows = [(list(words), list(others[-1]) if others else None) for words, *others in sentences]
     return [dict(zip((text_column, label_column), row, strict=True)) for row in rows]

@@ -160,7 +160,8 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
         )
     types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
     names = ["input_ids", "token_type_ids", "attention_mask"]  # without a mask, a row would depend on the others
-    if "token_type_ids" not in tokenizer.model_input_names or getattr(config, "type_vocab_size", 2) <= max(1, *types):
+    rows = getattr(config, "type_vocab_size", None)  # 2 for ALBERT, whose tokenizer does not name them
+    if rows <= max(1, *types) if rows is not None else "token_type_ids" not in tokenizer.model_input_names:
         names.remove("token_type_ids")  # RoBERTa with BERT's tokenizer
     if set(names) != set(tokenizer.model_input_names):
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved

@@ -123,8 +123,8 @@ class RecipeTrainingArguments(TrainingArguments):
             raise InputError("do_eval without do_train: this script trains; tools/evaluate.py evaluates a checkpoint")
         if self.bf16 is None:
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
-        if self.bf16 and not torch.cuda.is_available():
-            self.use_cpu = True  # TrainingArguments refuses bf16 on a CPU without it
+        if (self.bf16 and not torch.cuda.is_available()) or torch.backends.mps.is_available():
+            self.use_cpu = True  # TrainingArguments refuses bf16 on a CPU without it; Apple's GPU has no float64
         optim = self.optim
         if optim in optimizers.custom_names():  # Trainer does not know them
             self.optim = "adamw_torch"
@@ -402,6 +402,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
         "eval_on_start": Flag("locked", because="the step that a run is resumed at would be evaluated too"),
         "eval_delay": Flag("locked", because="the best epoch is picked among all"),
         "label_smoothing_factor": Flag("fixed", shown=True),
+        "resume_from_checkpoint": Flag("locked", because="it is of one seed; the same command resumes every seed"),
     }
     replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"),)
 

@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from roberta_recipe import durable
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import weights
 from roberta_recipe.model.task_heads import layer_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.data_workers import ignore_signals_in_workers
@@ -98,6 +99,10 @@ class Epochs(TrainerCallback):
     def __init__(self, trainer: "FinetuneTrainer"):
         self.trainer, self._save = trainer, False
 
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if weights.counts_from_padding(model.config):  # Trainer sets the tokenizer's, which a loaded model would use
+            model.config.pad_token_id = self.trainer.pad_token_id
+
     def on_epoch_begin(self, args, state, control, **kwargs):
         # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
         self.trainer.sampler.set_epoch(state.global_step // self.trainer.steps_per_epoch)
@@ -136,6 +141,7 @@ class FinetuneTrainer(DurableTrainer):
     ):
         super().__init__(label_columns={"task": "labels"}, resumed=resumed, callbacks=[Epochs(self)], **kwargs)
         resumed = resumed or {}
+        self.pad_token_id: int | None = getattr(self.model.config, "pad_token_id", None)
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.sampler: LengthGroupedSampler | None = None

@@ -29,7 +29,7 @@ from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, val
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
-from roberta_recipe.training.processes import end_together
+from roberta_recipe.training.processes import end_together, first_process_first
 
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
@@ -251,10 +251,8 @@ def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader
     """The number of optimizer steps. With `num_train_epochs` and no token cache, one process per machine packs the text
     once to count its blocks, and the chunk index keeps the count."""
     if training_args.num_train_epochs:
-        with end_together():
-            if training_args.local_process_index == 0:
-                stream.blocks_of_pass(reader, pack=True)
-        blocks = stream.blocks_of_pass(reader, pack=True)  # read from the chunk index
+        with first_process_first(training_args):  # the other ranks read the chunk index
+            blocks = stream.blocks_of_pass(reader, pack=True)
         arguments.derive_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
     return training_args.max_steps
 
