@@ -253,7 +253,7 @@ def test_precision_is_never_silently_another(preset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     gpu = types.SimpleNamespace(bf16=True, fp16=False, device=torch.device("cuda"), dataloader_num_workers=0)
     vars(gpu).update(world_size=1, n_gpu=1, torch_compile_backend=None)
-    with pytest.raises(InputError, match=r"bf16=true: Tesla V100 has no bf16 .*--fp16 true"):
+    with pytest.raises(InputError, match="bf16=true: Tesla V100 has no bf16, only emulation: use --fp16 true"):
         launch_checks.check(gpu)
     gpu.bf16, gpu.fp16 = False, True
     launch_checks.check(gpu)
