@@ -363,8 +363,9 @@ def test_the_card_lists_datasets_of_the_hub(preset, tmp_path):
     assert corpora.hub_ids(corpus) == ids
     record = train(preset)
     shown = cards.pretrained(
-        "me/small", {**CONFIG, "architectures": ["RobertaForMaskedLM"]}, record | {"datasets": ids}, []
+        "me/small", {**CONFIG, "architectures": ["RoFormerForMaskedLM"]}, record | {"datasets": ids}, []
     )
+    assert "AutoModelForMaskedLM" in shown.text and shown.data.pipeline_tag == "fill-mask"
     assert shown.data.to_dict()["datasets"] == ids and record["datasets"] == []
 
 

@@ -160,8 +160,8 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
         )
     types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
     names = ["input_ids", "token_type_ids", "attention_mask"]  # without a mask, a row would depend on the others
-    rows = getattr(config, "type_vocab_size", None)  # 2 for ALBERT, whose tokenizer does not name them
-    if rows <= max(1, *types) if rows is not None else "token_type_ids" not in tokenizer.model_input_names:
+    unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's does not
+    if getattr(config, "type_vocab_size", unknown) <= max(1, *types):
         names.remove("token_type_ids")  # RoBERTa with BERT's tokenizer
     if set(names) != set(tokenizer.model_input_names):
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved

@@ -101,7 +101,7 @@ class Epochs(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if weights.counts_from_padding(model.config):  # Trainer sets the tokenizer's, which a loaded model would use
-            model.config.pad_token_id = self.trainer.pad_token_id
+            model.config.pad_token_id = model.get_input_embeddings().padding_idx
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
@@ -141,7 +141,6 @@ class FinetuneTrainer(DurableTrainer):
     ):
         super().__init__(label_columns={"task": "labels"}, resumed=resumed, callbacks=[Epochs(self)], **kwargs)
         resumed = resumed or {}
-        self.pad_token_id: int | None = getattr(self.model.config, "pad_token_id", None)
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.sampler: LengthGroupedSampler | None = None
