@@ -100,7 +100,7 @@ class Scenario:
     program: str  # the script or module
     argv: tuple[str, ...]
     inputs: tuple[str, ...]  # input files
-    writes: tuple[str, ...]  # files that exist only while something is being written
+    writes: tuple[str, ...]  # files that appear when something is being written
     lasting: tuple[str, ...]  # output files that it may read again
     announced: str  # log text (or "glob:" and a glob) that shows that settings and names of inputs were read
     processes: int = 1
