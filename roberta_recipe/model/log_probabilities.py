@@ -1,5 +1,8 @@
 """Log-probabilities of tokens under a masked LM of any family, for tools that compare models."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,17 +28,21 @@ def on_device(model: PreTrainedModel) -> PreTrainedModel:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
+@torch.no_grad()
 def at_positions(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, ids: torch.Tensor
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    positions: torch.Tensor,
+    ids: torch.Tensor,
+    call: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """(n,) fp32: log-probabilities in nats of the tokens `ids` (n,) at the n True `positions` (batch, seq_len) bool, in
-    row-major order."""
+    row-major order. The decoder runs at these alone. `call` replaces the model's forward."""
     decoder = model.get_output_embeddings()
     hook = decoder.register_forward_pre_hook(lambda _, inputs: (inputs[0][positions],))
     try:
-        with torch.inference_mode():
-            logits = model(**inputs).logits.float()  # (n, vocab_size)
+        logits = (call or model)(**inputs).logits.float()  # (n, vocab_size)
     finally:
         hook.remove()
     logits = logits[positions] if logits.dim() == 3 else logits  # MobileBERT's head does not call its decoder
-    return torch.gather(torch.log_softmax(logits, -1), 1, ids[:, None])[:, 0]
+    return torch.gather(logits, 1, ids[:, None])[:, 0] - torch.logsumexp(logits, -1)

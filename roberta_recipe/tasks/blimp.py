@@ -189,19 +189,14 @@ def trainer_metric(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBas
     In fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. Under DeepSpeed in the run's
     precision.
     """
-    model, engine = trainer.model, trainer.model_wrapped
-
-    def call(input_ids: torch.Tensor) -> torch.Tensor:
-        if trainer.is_deepspeed_enabled:
-            return engine(input_ids=input_ids).logits
-        return type(model).forward(model, input_ids=input_ids).logits
-
+    model = trainer.model
+    plain = functools.partial(type(model).forward, model)
     scores = pseudo_likelihood.log_likelihoods(
         model,
         tokenizer,
         pairs.sentences,
         ("pll",),
-        call=call,
+        call=trainer.model_wrapped if trainer.is_deepspeed_enabled else plain,
         process=trainer.args.process_index,
         processes=trainer.args.world_size,
         disable_bar=trainer.args.disable_tqdm or not trainer.is_world_process_zero() or None,

@@ -2,12 +2,11 @@
 over tokens of the log-probability of each token, masked alone. The within-word form (Kauf & Ivanova 2023, arXiv
 2305.10588) also masks the later tokens of the same word, so that no word is predicted from its own end.
 
-Batches are copies of equal length without padding; duplicates run once, the decoder at predicted positions only.
+Batches are masked copies of sentences of equal length, without padding.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import Bar
-from roberta_recipe.model import weights
+from roberta_recipe.model import log_probabilities, weights
 
 Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
 
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # a CPU's activations should fit in its cache
-_TOLERANCE = 1e-3  # absolute and relative, between the logits of one position and of the whole forward
-
-Forward = Callable[[torch.Tensor], torch.Tensor]  # input_ids (rows, length) -> logits (rows, length, vocabulary)
-Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ..., positions (rows,) -> logits (rows, vocabulary)
 
 
 class Sentences(NamedTuple):
@@ -36,14 +31,13 @@ class Sentences(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Distinct masked copies of sentences of equal length, and the predictions (items) at their masks."""
+    """Masked copies of sentences of equal length, each with one predicted token."""
 
     ids: np.ndarray  # (copies, length)
-    positions: np.ndarray  # (copies,): the predicted position, the first mask
-    copy: np.ndarray  # (items,): the copy of each item, ascending
-    sentence: np.ndarray  # (items,): index of the sentence
-    target: np.ndarray  # (items,): the original token
-    method: np.ndarray  # (items,): index in METHODS
+    position: np.ndarray  # (copies,): the predicted position, the first mask
+    target: np.ndarray  # (copies,): the original token
+    sentence: np.ndarray  # (copies,): index among all sentences
+    counts: np.ndarray  # (copies, len(METHODS)): whether the copy is one of each method
 
 
 def encode(
@@ -82,69 +76,24 @@ def _words(sentence: str, word_ids: list[int | None], offsets: list[tuple[int, i
 
 
 def masked_copies(group: Sentences, mask_id: int, methods: Sequence[Method]) -> Copies:
-    """A masked copy per scored token and method, without duplicates."""
-    rows, positions, sentences, targets, method_numbers = [], [], [], [], []
+    """A masked copy per scored token and method; methods share it where the token is the last of its word."""
+    copies = []
     for position in range(group.ids.shape[1]):
         scored = group.words[:, position] >= 0
-        ids, words = group.ids[scored], group.words[scored]
-        for method in methods:
-            masked = np.zeros(ids.shape, dtype=bool)
-            if method == "within_word":
-                masked[:, position:] = words[:, position:] == words[:, [position]]
-            masked[:, position] = True
-            rows.append(np.where(masked, mask_id, ids).astype(np.int32))
-            sentences.append(group.numbers[scored])
-            targets.append(ids[:, position])
-            positions.append(np.full(len(ids), position))
-            method_numbers.append(np.full(len(ids), METHODS.index(method)))
-    all_rows = np.ascontiguousarray(np.concatenate(rows))
-    as_bytes = all_rows.view(np.dtype((np.void, all_rows.itemsize * all_rows.shape[1])))[:, 0]
-    _, first, copy = np.unique(as_bytes, return_index=True, return_inverse=True)
-    order = np.argsort(copy, kind="stable")
-    items = (np.concatenate(column)[order] for column in (sentences, targets, method_numbers))
-    return Copies(all_rows[first], np.concatenate(positions)[first], copy[order], *items)
-
-
-@contextlib.contextmanager
-def at_one_position(decoder: torch.nn.Module | None, forward: Forward) -> Iterator[Logits]:
-    """Context with a function for the logits at one position per row. Inside it, a hook makes `decoder` run on hidden
-    states of these positions only; None: on all."""
-    wanted: list[torch.Tensor] = []
-
-    def pick(_: torch.nn.Module, args: tuple) -> tuple:
-        rows = torch.arange(len(wanted[-1]), device=wanted[-1].device)
-        return (args[0][rows, wanted[-1]][:, None],)
-
-    def logits(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        wanted[:] = [positions]
-        output = forward(input_ids)  # (rows, 1 or length, vocabulary)
-        return (
-            output[:, 0] if decoder is not None else output[torch.arange(len(output), device=output.device), positions]
-        )
-
-    handle = decoder.register_forward_pre_hook(pick) if decoder is not None else None
-    try:
-        yield logits
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def sparse_decoder(model: PreTrainedModel, forward: Forward, probe: Copies) -> torch.nn.Module | None:
-    """The output embedding if, run on one position only, it gives the logits of the whole forward for `probe`; None if
-    not, as in some model families."""
-    ids, positions = _on_device(model, probe.ids, probe.positions)
-    with at_one_position(None, forward) as logits:
-        whole = logits(ids, positions)
-    decoder = model.get_output_embeddings()
-    with contextlib.suppress(Exception), at_one_position(decoder, forward) as logits:
-        if torch.allclose(logits(ids, positions), whole, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return decoder
-    return None
-
-
-def _on_device(model: PreTrainedModel, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(model.device) for array in arrays)
+        ids, words, sentence = group.ids[scored], group.words[scored], group.numbers[scored]
+        alone = np.broadcast_to(np.arange(ids.shape[1]) == position, ids.shape)
+        later = (np.arange(ids.shape[1]) >= position) & (words == words[:, [position]])
+        same = (alone == later).all(axis=1)
+        of_pll, of_word = (np.full(len(ids), method in methods) for method in METHODS)
+        for masked, counts in (
+            (alone, np.stack([of_pll, of_word & same], axis=1)),
+            (later, np.stack([np.zeros_like(same), of_word & ~same], axis=1)),
+        ):
+            own = counts.any(axis=1)
+            rows = np.where(masked, mask_id, ids)
+            columns = (rows, np.full(len(ids), position), ids[:, position], sentence, counts)
+            copies.append([column[own] for column in columns])
+    return Copies(*map(np.concatenate, zip(*copies, strict=True)))
 
 
 @torch.no_grad()
@@ -154,7 +103,7 @@ def log_likelihoods(
     sentences: Sequence[str],
     methods: Sequence[Method] = METHODS,
     *,
-    call: Forward | None = None,
+    call: Callable[..., Any] | None = None,
     process: int = 0,
     processes: int = 1,
     bf16: bool = False,
@@ -167,21 +116,19 @@ def log_likelihoods(
     be summed; all run equally many forwards, in each of which ZeRO 3 gathers the weights. Raises `InputError`.
     """
     groups = encode(tokenizer, sentences, weights.max_positions(model.config))
-    call = call or (lambda input_ids: model(input_ids=input_ids).logits)
-    few = Sentences(*(column[:2] for column in groups[-1]))
-    decoder = sparse_decoder(model, call, masked_copies(few, tokenizer.mask_token_id, ("pll",)))
     batch_tokens = _BATCH_TOKENS.get(model.device.type, _BATCH_TOKENS["cuda"])
     totals = np.zeros((len(METHODS), len(sentences)))
     tokens = sum(int((group.words >= 0).sum()) * group.ids.shape[1] for group in groups) * len(methods)
     bar = Bar(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
-    with at_one_position(decoder, call) as logits, precision, bar:
+    with precision, bar:
         for turn, batch in enumerate(_batches(groups, tokenizer.mask_token_id, methods, batch_tokens)):
             if turn % processes == process:
-                np.add.at(totals, (batch.method, batch.sentence), _log_probs(model, logits, batch))
-            bar.update(len(batch.copy) * batch.ids.shape[1])
+                found = _log_probs(model, batch, call)
+                np.add.at(totals.T, batch.sentence, found[:, None] * batch.counts)
+            bar.update(int(batch.counts.sum()) * batch.ids.shape[1])
         if process > turn % processes:
-            _log_probs(model, logits, batch)
+            _log_probs(model, batch, call)
     return totals
 
 
@@ -193,13 +140,11 @@ def _batches(
         copies = masked_copies(group, mask_id, methods)
         rows = max(1, batch_tokens // copies.ids.shape[1])
         for first in range(0, len(copies.ids), rows):
-            which, items = slice(first, first + rows), slice(*np.searchsorted(copies.copy, (first, first + rows)))
-            columns = (column[items] for column in (copies.sentence, copies.target, copies.method))
-            yield Copies(copies.ids[which], copies.positions[which], copies.copy[items] - first, *columns)
+            yield Copies(*(column[first : first + rows] for column in copies))
 
 
-def _log_probs(model: PreTrainedModel, logits: Logits, batch: Copies) -> np.ndarray:
-    """(items,) log-probability of each target, in nats."""
-    ids, positions, rows, targets = _on_device(model, batch.ids, batch.positions, batch.copy, batch.target)
-    predicted = logits(ids, positions).float()  # (copies, vocabulary)
-    return (predicted[rows, targets] - torch.logsumexp(predicted, dim=-1)[rows]).double().cpu().numpy()
+def _log_probs(model: PreTrainedModel, batch: Copies, call: Callable[..., Any] | None) -> np.ndarray:
+    """(copies,) log-probability of each target, in nats."""
+    ids, position, target = (torch.from_numpy(column.astype(np.int64)).to(model.device) for column in batch[:3])
+    positions = torch.arange(ids.shape[1], device=ids.device) == position[:, None]
+    return log_probabilities.at_positions(model, {"input_ids": ids}, positions, target, call).double().cpu().numpy()
