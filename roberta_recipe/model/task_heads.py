@@ -64,7 +64,8 @@ def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int
                 torch.nn.init.zeros_(module.bias)
     if replaced:
         return f"fresh, as the checkpoint's {reason}"
-    return "fresh" if info["missing_keys"] else "kept"
+    fresh = {key.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] for key in info["missing_keys"]}
+    return f"fresh ({', '.join(sorted(fresh))})" if fresh else "kept"
 
 
 def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Windows:
 
 
 _LOADING_NOTE = (  # model card, with the answerability classifier
-    "A separate classifier says whether a question has an answer, in `answerability.safetensors` (dense, tanh, one "
+    "The file also has a classifier that says whether a question has an answer, `answerability` (dense, tanh, one "
     "logit, on the first token); the model as loaded here gives spans only, and the scores below need both."
 )
 

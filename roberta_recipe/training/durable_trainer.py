@@ -340,7 +340,7 @@ class DurableTrainer(Trainer):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load by `from_pretrained`: answerability has two files, and `Trainer` reports tied weights as missing."""
+        """Load by `from_pretrained`: `Trainer` reports tied weights as missing."""
         stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
         self.model.load_state_dict(stored.state_dict())
 
