@@ -114,6 +114,8 @@ def test_filters(tmp_path):
     rows = zip(TEXTS, languages, dates, strict=True)
     wanted = [text for text, language, date in rows if language == "en" and date < "2019-03-01"]
     assert kept == wanted and 0 < len(wanted) < 60
+    with pytest.raises(InputError, match=r"a.parquet has no column 'lang'; it has .*set filters"):
+        texts_of(files=path, filters=[["lang", "==", "en"]])
     with pytest.raises(InputError, match=r"filters work on Parquet only"):
         check(write_text(tmp_path / "c.txt", TEXTS), filters=[["language", "==", "en"]])
 

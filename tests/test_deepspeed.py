@@ -193,6 +193,11 @@ def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
             assert named == any(key.startswith(section) for key in keys), (keys, raised.value)
 
 
+def test_stage_0_is_refused(preset):
+    with pytest.raises(InputError, match="zero_stage=0 shards nothing"):
+        launch_checks.check_deepspeed(_own_file(preset, {"zero_optimization.stage": 0})[0])
+
+
 def test_a_missing_clipping_is_deepspeeds_default_of_none(preset):
     with pytest.raises(InputError, match=r"gradient_clipping=0\.0 vs hf max_grad_norm=0\.5"):
         launch_checks.check_deepspeed(_own_file(preset, {}, ["gradient_clipping"])[0])

@@ -3,17 +3,21 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from conftest import end_well, forked_ranks
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.model import architectures, masked_lm
 from roberta_recipe.model.objectives import named
+from roberta_recipe.training import pretraining
+from roberta_recipe.training.arguments import MlmTrainingArguments
 
 SHAPE = {
     "vocab_size": 400,
@@ -90,6 +94,21 @@ def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
     torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "electra"])
+def test_padding_ends_at_the_last_position(name, tokenizer):
+    """A block of a length that is no multiple of 8, with several sequences where the model can have them."""
+    config = config_of(name)
+    length = config.max_position_embeddings = {"roberta": 68}.get(name, 66)
+    length -= {"roberta": 2}.get(name, 0)
+    args = train_mlm.MlmArguments(max_seq_length=length)
+    collator = pretraining.build_collator(args, MlmTrainingArguments("unused", max_steps=1, use_cpu=True), tokenizer)
+    block = Block({"input_ids": np.full(length, 300), "sequence": np.zeros(length, dtype=int)}, length)
+    batch = collator([block])
+    if name not in architectures.MULTI_SEQUENCE_MODELS:
+        batch.pop("sequence")
+    assert masked_lm.masked_lm_class(config)(config)(**batch).loss > 0
+
+
 @pytest.mark.parametrize("name", [name for name, family in architectures.TABLE.items() if family.first_position])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_sequences_of_a_row_are_kept_apart(name, attention):
@@ -147,10 +166,24 @@ def test_a_run_of_another_architecture_resumes_and_loads_in_stock_classes(name, 
     assert again["loss_at_steps"]["train"][0][1] < whole["loss_at_steps"]["train"][0][1]
 
 
+def test_weights_that_no_step_uses_are_named_in_several_processes(preset, tmp_path):
+    """FNet's pooler."""
+    config = tmp_path / "fnet.json"
+    config.write_text(json.dumps({**SHAPE, "model_type": "fnet"}))
+    argv = ["--config", str(preset), "--config_name", str(config), "--output_dir", str(tmp_path / "run")]
+    argv += ["--per_device_train_batch_size", "4"]
+    ranks = forked_ranks(lambda rank: exit_on_error(lambda: train_mlm.main(argv)), tmp_path)
+    assert [rank.end() for rank in ranks] == [1, 1], ranks[0].log
+    assert any("no step uses: add --ddp_find_unused_parameters true" in rank.log for rank in ranks)
+    argv += ["--ddp_find_unused_parameters", "true"]
+    end_well(forked_ranks(lambda rank: train_mlm.main(argv), tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
         ({"model_type": "gpt2"}, [], "is a 'gpt2' model, for which transformers has no masked LM; name one of"),
+        ({"model_type": "bart"}, [], "is a 'bart' model, for which transformers has no masked LM; name one of"),
         ({"model_type": "modernbert"}, ["--input_format", "doc_sentences"], "cannot separate; use full_sentences"),
         (
             {"model_type": "modernbert", "decoder_bias": False},

@@ -61,6 +61,12 @@ def english():
     return train_tokenizer(texts * 50, 310)
 
 
+@pytest.fixture(scope="module")
+def blanks():
+    """A byte-level BPE with tokens of several blanks, as RoBERTa's."""
+    return train_tokenizer([f"a{' ' * n}# it's{' ' * n}\n" for n in (1, 2, 3, 4, 8)] * 50, 274)
+
+
 @functools.cache
 def words_and_encoders(tokenizer):
     return word_starts(tokenizer), corpus_backend(tokenizer)
@@ -82,6 +88,13 @@ def test_words_of_byte_level_bpe_are_the_tokenizers_own(tokenizer, english, text
             ids += [*own_ids, its.eos_token_id]
             expected += [*starts, False]
         assert words_and_encoders(its)[0](np.array(ids)).tolist() == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.sampled_from(["a", "it's", "#", "\n", *(" " * n for n in (1, 2, 4, 8))]), max_size=12))
+def test_words_between_runs_of_blanks_are_the_tokenizers_own(blanks, parts):
+    ids, starts = own_starts(blanks, "".join(parts))
+    assert words_and_encoders(blanks)[0](np.array(ids, dtype=int)).tolist() == starts
 
 
 @settings(max_examples=100, deadline=None)

@@ -208,10 +208,12 @@ def test_sizes_are_the_papers(name, parameters, flops):
         assert flops_per_token(config, 512, 0.15) == pytest.approx(flops, rel=1e-3)
 
 
-def test_distilberts_flops_are_those_of_six_layers_of_bert():
+def test_flops_of_distilbert_and_xlm_are_those_of_six_layers_of_bert():
     """Its config has other names for the widths."""
     distilbert, bert = AutoConfig.for_model("distilbert"), AutoConfig.for_model("bert", num_hidden_layers=6)
     assert flops_per_token(distilbert, 512, 0.15) == flops_per_token(bert, 512, 0.15)
+    xlm = AutoConfig.for_model("xlm", emb_dim=768, n_layers=6, n_heads=12, vocab_size=bert.vocab_size)
+    assert flops_per_token(xlm, 512, 0.15) == flops_per_token(bert, 512, 0.15)
 
 
 def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, tokenizer, tmp_path):

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         corpus = corpora.resolve(corpora.read_corpus(args.corpus))
 
-    others = {args.compare_with: load_tokenizer(args.compare_with)} if args.compare_with else {}
+    others = {args.compare_with: load_tokenizer(args.compare_with, needed=())} if args.compare_with else {}
     sizes: Counter[str] = Counter()
     tokenizer = train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
     save_tokenizer(tokenizer, args.output_dir)

@@ -7,7 +7,8 @@ With `--held_out`, the corpus's held-out documents are checked too: those with m
 text are near-duplicates; `--leave_out FILE` lists them, for `leave_out: FILE` in the corpus preset.
 
 As in GPT-3 (arXiv 2005.14165, appendix C): word 13-grams, lower case, no punctuation. Hash matches are verified word by
-word. The corpus is streamed once, at about 7 MB/s per core; memory holds the evaluation sets' n-grams.
+word. The corpus is streamed once (with `--held_out` twice), at about 7 MB/s per core; memory holds the evaluation sets'
+n-grams.
 """
 
 import argparse

@@ -7,7 +7,7 @@ Documents are split into windows of 64 words; 15% of the words of each are maske
 is summed over pieces. The words are chosen by the text alone, so the targets are the same for every masked LM with a
 fast tokenizer; a model with few positions has less context. Words are runs of letters without adjacent digits,
 underscores or apostrophes, which common tokenizers do not join with their neighbours; exceptions and unknown words are
-counted. The task is easier for an uncased model.
+counted. The task is easier for an uncased model. For scripts with spaces between words.
 
 Each window is read twice: as written, and as FULL-SENTENCES (paper, section 4.2), each sentence tokenized by itself and
 followed by a separator. A model is trained on one of them; the better reading counts.
@@ -15,6 +15,7 @@ followed by a separator. A model is trained on one of them; the better reading c
 
 import argparse
 import functools
+import heapq
 import math
 import re
 import sys
@@ -252,8 +253,8 @@ def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
         check_sources(corpus)
     texts: list[str] = []
     for source in corpus.sources:
-        own = list(documents(corpus, source, "validation", seed=0))
-        texts += sorted(own, key=text_hash)[: args.max_documents]  # independent of the order of files
+        held_out = documents(corpus, source, "validation", seed=0)
+        texts += heapq.nsmallest(args.max_documents, held_out, key=text_hash)  # independent of the order of files
     windows = list(windows_of(texts))
     if not windows:
         raise InputError("the held-out text has no words to mask: name another corpus or text_file")

@@ -34,7 +34,14 @@ _HASHING_THREADS = 8
 BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a younger file may change and keep its times
-_VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")  # of fsspec's file systems, the most exact first
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "mtime",
+    "LastModified",
+)  # of fsspec's file systems, the most exact first
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
@@ -287,7 +294,7 @@ def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
 
 def _hash_file(path: str, cached: FileHash | None = None) -> FileHash:
     """The hash of a file; the `cached` one if the file still has its stamp."""
-    if path.startswith("hf://"):  # the name holds the revision
+    if path.startswith("hf://") and "@" in path:  # the name holds the revision
         return FileHash([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)

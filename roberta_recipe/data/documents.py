@@ -44,8 +44,10 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
             raise InputError(f"source {source.name!r}: {path} {error}") from None
         except Exception as error:  # pyarrow, json and fsspec raise many types
             reason, delay_s = f"{type(error).__name__}: {first_line(error.__cause__ or error)}", next(delays, None)
-            if delay_s is None or not _is_transient(error, path):
+            if not _is_transient(error, path):
                 raise _bad_shard(source, path, row, reason) from error
+            if delay_s is None:  # an outage, not a bad file: `on_bad_shard: skip` does not apply
+                raise InputError(f"source {source.name!r}: cannot read {path}: {reason} (row {row})") from error
             logger.warning(f"reading {path} failed at row {row} ({reason}); retry in {delay_s} s")
             time.sleep(delay_s)
     if row and not start and not has_values:

@@ -130,6 +130,8 @@ def parquet_rows(
 ) -> Iterator[Text]:
     """A column of the rows of a Parquet file that pass `filters`."""
     file = pq.ParquetFile(stream, buffer_size=_PARQUET_BUFFER)
+    if unknown := {name for name, *_ in filters or ()} - set(file.schema_arrow.names):
+        raise InputError(f"has no column {min(unknown)!r}; it has {file.schema_arrow.names} (set filters)")
     batches = file.iter_batches(256, columns=[column, *(name for name, _, _ in filters or ())])
     if filters:
         condition = pq.filters_to_expression([tuple(one) for one in filters])

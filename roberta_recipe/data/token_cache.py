@@ -173,10 +173,10 @@ def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int
             durable.remove_stale(path)
         started_s, tokens = time.monotonic(), 0
         packed = _pack(functools.partial(pack_file, folder, reader, made_from), to_pack, num_proc)
-        for count in Bar(packed, total=len(to_pack), desc="Packing", unit=" files", smoothing=0.1):
+        for count in Bar(packed, total=len(to_pack), desc="Packing", unit=" shards", smoothing=0.1):
             tokens += count
         rate = tokens / (time.monotonic() - started_s)
-        logger.info(f"Packed {counted(len(to_pack), 'file')}, {tokens:,} tokens, {rate:,.0f} tokens/s: {folder}")
+        logger.info(f"Packed {counted(len(to_pack), 'shard')}, {tokens:,} tokens, {rate:,.0f} tokens/s: {folder}")
     return all(map(read, itertools.chain(*shards)))
 
 

@@ -69,7 +69,8 @@ class ByteLevelWords:
         codes = self._codes[ids]
         starts = _starts_by_code(codes)
         unclear = codes & _UNCLEAR
-        unclear[1:] |= codes[:-1] & codes[1:] << 1 & _LONE_BLANK  # a blank, and a token that begins with another
+        # a token that begins with a blank, after blanks
+        unclear[1:] |= (codes[:-1] & _KIND == _BLANK) & (codes[1:] & _BLANK_FIRST > 0)
         if unclear.any():  # split the text between two certain word starts
             sure = (codes & _KIND == _SPECIAL) | ((codes & _BLANK_FIRST > 0) & ~unclear.astype(bool))
             borders = np.concatenate(([0], np.flatnonzero(sure), [len(ids)]))

@@ -43,7 +43,7 @@ MULTI_SEQUENCE_MODELS = tuple(name for name, architecture in TABLE.items() if ar
 
 def stock_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     """The `AutoModelForMaskedLM` class of the config of `name`. Raises `InputError` if there is none."""
-    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
         raise InputError(
             f"{name!r} is a {config.model_type!r} model, for which transformers has no masked LM; name one of "
             f"{', '.join(TABLE)} or another architecture of AutoModelForMaskedLM"

@@ -238,7 +238,8 @@ def embedding_width(config: PreTrainedConfig) -> int:
 def layer_weights(config: PreTrainedConfig) -> int:
     """Number of matrix weights of one layer; ModernBERT's feed-forward network has three matrices."""
     matrices = 3 if config.model_type == "modernbert" else 2
-    intermediate = getattr(config, "intermediate_size", None) or config.hidden_dim  # DistilBERT's
+    intermediate = getattr(config, "intermediate_size", None)
+    intermediate = intermediate or getattr(config, "hidden_dim", 4 * config.hidden_size)  # DistilBERT's; XLM's
     return config.hidden_size * (4 * config.hidden_size + matrices * intermediate)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.utils.import_utils import enable_tf32
 
 from roberta_recipe import hardware
 from roberta_recipe.data import MaskingUnit
@@ -33,7 +34,7 @@ _LAYOUT = (
     *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
     *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     *("full_determinism", "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    *("ddp_static_graph", "ddp_backend"),
+    "ddp_backend",
 )
 # "free": data loading, logging, saving, evaluation; the weights do not depend on them
 _FREE = (
@@ -68,6 +69,7 @@ _LOCKED = {
     "it can change the batch, and count validation examples twice": ("accelerator_config",),
     "a process has a whole model, or DeepSpeed shards it": ("parallelism_config", "fsdp", "fsdp_config"),
     "the order of the examples is a function of the seed": ("dataloader_in_order", "train_sampling_strategy"),
+    "it fails where gradients are accumulated": ("ddp_static_graph",),
     "data workers are forked": ("dataloader_multiprocessing_context",),
     "collators need columns that the model does not take": ("remove_unused_columns",),
     "metrics need the scores in the order of the examples": ("eval_do_concat_batches",),
@@ -129,6 +131,8 @@ class RecipeTrainingArguments(TrainingArguments):
         if optim in optimizers.custom_names():  # Trainer does not know them
             self.optim = "adamw_torch"
         super().__post_init__()
+        if self.torch_compile and not self.tf32:  # TrainingArguments enables it with torch_compile
+            enable_tf32(False)
         self.optim = optim if optim in optimizers.custom_names() else self.optim
         # Trainer would push before the checkpoint is complete, with a pickle of the arguments, token and all
         self.publishes, self.push_to_hub = self.push_to_hub, False
@@ -203,7 +207,9 @@ class MlmTrainingArguments(RecipeTrainingArguments):
     )
     eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
     save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
-    ddp_find_unused_parameters: bool | None = setting(False, "Every step uses every weight.")
+    ddp_find_unused_parameters: bool | None = setting(
+        False, "True for models with weights that no step uses, such as Longformer's or BigBird's."
+    )
     ignore_data_skip: bool = setting(True, "A resumed run starts reading at the checkpoint's position.")
     accelerator_config: dict | str | None = setting(
         {"dispatch_batches": False, "even_batches": False},

@@ -69,6 +69,8 @@ def check_deepspeed(args: TrainingArguments) -> None:
         )
     if not args.deepspeed_plugin:
         return
+    if not args.deepspeed_plugin.zero_stage:
+        raise InputError("zero_stage=0 shards nothing: use stage 1, 2 or 3, or a launch file without DeepSpeed")
     config = HfTrainerDeepSpeedConfig(deepspeed_settings(args))  # a copy: "auto" stays for Trainer to fill in
     config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare
     config.trainer_config_process(args)

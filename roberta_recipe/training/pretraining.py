@@ -3,6 +3,7 @@ readers, model, collator, validation set, fingerprint."""
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -318,7 +319,8 @@ def build_collator(
         tokenizer,
         mlm_probability=args.mlm_probability,
         # a fixed shape for a compiled encoder; its head gets a multiple of 512 positions
-        pad_to_multiple_of=args.max_seq_length if training_args.torch_compile else 8,
+        # else 8, for a GPU's kernels, but never beyond the positions of a model of this length
+        pad_to_multiple_of=args.max_seq_length if training_args.torch_compile else math.gcd(8, args.max_seq_length),
         predicted_multiple=512 if training_args.torch_compile else 1,
         seed=data_seed(training_args),
         mask_count=args.mask_count,
@@ -419,7 +421,7 @@ def run_fingerprint(
         **fixed_values(args),
         **fixed_values(training_args),
         "objectives": list(model.objectives),
-        **({"mask_revision": mask_units.REVISION} if args.masking_unit in mask_units.LENGTHS else {}),
+        **({"mask_revision": mask_units.REVISION} if args.masking_unit != "token" else {}),
         "tokenizer_files": tokenization.files_fingerprint(tokenizer),
         "model": durable.fingerprint(config),
         "start_weights": checkpoint.hash_of(dict(model.named_parameters())) if args.model_name_or_path else "fresh",

@@ -19,15 +19,15 @@ from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
 
 def set_up_process() -> None:
     """Exit when the launcher dies, free the memory of an earlier run in this process, have glibc reuse freed memory,
-    and divide the cores among this machine's processes if they train on the CPU.
+    and divide the cores among this machine's processes, for training on the CPU and offloaded optimizers.
 
-    Launchers set OMP_NUM_THREADS=1 for CPU processes, which leaves cores idle; a user's own setting stays.
+    Launchers set OMP_NUM_THREADS=1, which leaves cores idle; a user's own setting stays.
     """
     if (parent := launcher_pid()) is not None:  # without a launcher, `nohup` must work
         end_with_parent(parent, signal.SIGTERM)
     clear_device_cache(garbage_collection=True)  # an earlier run's trainer has reference cycles
     keep_freed_memory()
-    if not torch.cuda.is_available() and launcher_pid() and not user_set_omp_threads():
+    if launcher_pid() and not user_set_omp_threads():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 

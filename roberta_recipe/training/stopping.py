@@ -160,6 +160,8 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
             f"fp16 gradients overflowed with the loss scale at its floor, after step {step}: train in bf16 (--bf16 "
             "true --fp16 false)"
         )
+    if "Expected to have finished reduction" in str(error):  # DDP's
+        return RunError("this model has weights that no step uses: add --ddp_find_unused_parameters true")
     if lost := lost_process(error):
         return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
     if is_out_of_memory(error):
