@@ -247,6 +247,7 @@ def announce_run(
 ) -> None:
     """Log the recipe, the model and the data."""
     steps, length = training_args.max_steps, args.max_seq_length
+    pretraining.warn_of_small_files(reader.corpus, length)
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
     by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
     logger.info(

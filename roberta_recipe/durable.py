@@ -127,23 +127,6 @@ def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
     write_json(path, {**values, SEAL: fingerprint(values)})
 
 
-def create_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_sealed` of a file that does not exist yet; if two processes race, one of them writes it."""
-    path = Path(path)
-    temporary = temporary_path(path.with_name(f"{path.name}.new"))
-    try:
-        write_sealed(temporary, values)
-        os.link(temporary, path)  # fails where `path` exists, which a rename does not
-    except FileExistsError:
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        write_sealed(path, values)  # a file system without hard links
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_sealed(path: str | Path) -> dict[str, Any]:
     """The values of a `write_sealed` file. Raises `ValueError` for a damaged file, and `OSError`."""
     return unsealed(read_json(path))

@@ -22,7 +22,7 @@ from roberta_recipe.data.order import blocks_by_source, interleave
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import HASHES_NAME
-from roberta_recipe.training import output_folder
+from roberta_recipe.training import output_folder, pretraining
 
 TEXTS = make_documents(60, seed=4)
 
@@ -372,6 +372,20 @@ def test_corpus_presets_of_the_repository(root, monkeypatch):
 
 
 # Errors before training
+
+
+def test_small_files_are_warned_of(tmp_path, caplog):
+    (tmp_path / "many").mkdir()
+    for number in range(20):
+        write_text(tmp_path / "many" / f"{number}.txt", TEXTS)
+    write_text(tmp_path / "one.txt", TEXTS)
+    length = len(TEXTS) * max(map(len, TEXTS))  # more than all of a file's tokens
+    for files, expected in ((tmp_path / "many", 1), (tmp_path / "one.txt", 0)):
+        pretraining.warn_of_small_files(corpus_of("c", [Source("s", files=str(files))]), length)
+        assert caplog.text.count("20 files of") == expected
+        caplog.clear()
+    pretraining.warn_of_small_files(corpus_of("c", [Source("s", files=str(tmp_path / "many"))]), 1)
+    assert not caplog.text
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -263,22 +263,6 @@ def test_damage_that_a_data_worker_finds_is_one_line(corpus, built, capsys):
 # Several packers
 
 
-def test_of_two_starts_with_different_corpora_one_is_refused(tmp_path, monkeypatch):
-    """The second begins after the first has seen an empty folder, before it writes."""
-    create = durable.create_sealed
-
-    def create_late(path, values):
-        if values["tokenizer"] == "one":
-            token_cache.claim(path.parent, {"tokenizer": "another"})
-        create(path, values)
-
-    monkeypatch.setattr(durable, "create_sealed", create_late)
-    with pytest.raises(InputError, match=r"has other settings: tokenizer was 'another', is 'one'"):
-        token_cache.claim(tmp_path / "cache", {"tokenizer": "one"})
-    assert durable.read_sealed(tmp_path / "cache" / token_cache.FINGERPRINT)["tokenizer"] == "another"
-    token_cache.claim(tmp_path / "cache", {"tokenizer": "another"})
-
-
 @pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_packing_that_is_stopped_is_one_line_and_continues(corpus, tokenizer, tmp_path, monkeypatch, number, by):
     folder, reader = tmp_path / "cache", reader_of(corpus, tokenizer)

@@ -147,7 +147,7 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
     durable.make_folder(folder, "token_cache")
     if not (folder / FINGERPRINT).exists():
-        durable.create_sealed(folder / FINGERPRINT, wanted)
+        durable.write_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
     if changed := durable.differences(before, wanted):
         raise InputError(f"token_cache={folder} has other settings: {'; '.join(changed.values())}. Name another folder")

@@ -311,6 +311,17 @@ def token_counts(corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase) -> 
     return counts
 
 
+def warn_of_small_files(corpus: corpora.Corpus, max_seq_length: int) -> None:
+    """Warn if the average training file has fewer than eight blocks: a block never spans two files."""
+    files = sum(len(corpus.files(source, "train")[1]) for source in corpus.sources)
+    average = (corpora.text_bytes(corpus) or math.inf) / files
+    if files > 10 and average < 8 * corpora.BYTES_PER_TOKEN * max_seq_length:
+        logger.warning(
+            f"{files:,} files of {average / 1e3:.1f} kB on average: a block never spans two files, so that many are "
+            "short; join the files, with an empty line between documents of text"
+        )
+
+
 def build_collator(
     args: MlmArguments, training_args: MlmTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> masking.MlmCollator:
