@@ -31,11 +31,13 @@ from tools.significance import MOST_SEEDS
 
 ROW_NAME = "row.json"
 SEED = "{seed}"  # placeholder for the row's seed in the value of a flag
+_RUN = "{run}"  # placeholder for the row's output_dir, in the folder of its own tokenizer
 AGAIN = "move its folder away to run it again, or rename the changed row"
 _SET_BY_RUNNER = ("output_dir", "config", "seed", "seeds", "max_train_minutes", "sweep", "push_to_hub", "help")
 _SET_FOR_MEASURES = ("model_name_or_path", "output", "output_dir", "help")
 _MEASURED = ("max_eval_samples",)  # does not affect training, but the text of the loss
 _CHOSEN = ("attn_implementation",)  # chosen and recorded by the run unless set
+_DERIVED = ("max_steps", "max_seq_length")  # by a run, from its epochs and its model
 _CONTENT = "content of "
 _HASHED_BYTES = 1 << 20  # larger files are compared by path, not by content
 
@@ -78,6 +80,11 @@ class Variant:
     published: dict[str, str | int | float] = field(default_factory=dict)  # the source's results
     at: dict[str, dict[str, Any]] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
+
+    @property
+    def preset(self) -> list[str]:
+        """The words of a command line that name the preset, if any."""
+        return ["--config", self.config] if self.config else []
 
 
 @dataclass
@@ -184,7 +191,9 @@ class Experiment:
         rest, from `row.json`."""
         stored, record = self.stored(), self.record()
         now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
-        before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in ran_with}
+        before = self._with_seed(stored["settings"] or {}) | {
+            name: ran_with[name] for name in now if name in ran_with and not (stored["settings"] and name in _DERIVED)
+        }
         if not stored["settings"]:  # not begun, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
@@ -199,7 +208,7 @@ class Experiment:
         return found
 
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(json.dumps(settings).replace(SEED, str(self.seed)))
+        return json.loads(json.dumps(settings).replace(SEED, str(self.seed)).replace(_RUN, str(self.run)))
 
     def measured(self, measure: str, *needed: str) -> dict[str, Any]:
         """The output of a measure's tool. Raises `InputError`."""
@@ -377,7 +386,7 @@ def _row(
     flags = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
     launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
     command = [sys.executable, *launcher, str(resolve_path(variant.script))]
-    command += [*(["--config", variant.config] if variant.config else []), *flags]
+    command += [*variant.preset, *flags]
     command += [f"--{seed_flag}", str(seed), "--output_dir", str(folder / "run")]
     return Experiment(variant.name, seed, folder, command, tools, values)
 
@@ -435,8 +444,7 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
     script = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = script  # dataclasses look up their module
     spec.loader.exec_module(script)
-    argv = ["--config", variant.config] if variant.config else []
-    filled, resolved = script.read_arguments([*argv, *words_of(variant.flags, where), "--output_dir", "run"])
+    filled, resolved = script.read_arguments([*variant.preset, *words_of(variant.flags, where), "--output_dir", _RUN])
     if isinstance(filled[0], pretraining.MlmArguments):
         pretraining.check_data(filled[0])
         pretraining.check_model(filled[0])
@@ -451,7 +459,10 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
         if (flag.scope not in ("start", "free") or name in _MEASURED)
         and name not in ("output_dir", "seed", "seeds")
         and (name in resolved or name not in _CHOSEN)
+        and not (name == "bf16" and filled[-1].picks_bf16)  # by the machine
     }
+    if epochs := filled[-1].num_train_epochs:
+        values["num_train_epochs"] = epochs
     for name in [name for name in values if flags[name].scope == "content"]:
         values |= {f"{_CONTENT}{file}": durable.sha256(resolve_path(file)) for file in _small_files(values[name])}
     return json.loads(json.dumps({"script": path.name, **values})), "seeds" if "seeds" in flags else "seed"

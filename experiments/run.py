@@ -201,7 +201,7 @@ def costs(listed: ExperimentList, hardware: str) -> list[str]:
         cost = lists.named(
             f"{listed.path}, row {variant.name!r}",
             estimate.read_estimate,
-            ["--config", variant.config, *flags, "--hardware", hardware],
+            [*variant.preset, *flags, "--hardware", hardware],
         )
         fits = "" if cost.fits else ", and does not fit into memory"
         costs_by_name.append(f"{variant.name}: {duration(86_400 * cost.days)}, ${cost.cost:,.2f} a seed{fits}")

@@ -189,6 +189,8 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         if not name:
             raise InputError(f"{source} is a fine-tuning: name its pretrained model with --name")
         entry = reduced_entry(source, note)
+        if entry["task"] not in {row.task for row in paper_rows()}:
+            raise InputError(f"{source} is fine-tuned on {entry['task']!r}, a task without a table in the paper")
         stem = "_".join([entry["task"].replace(" ", "_"), *_variants(entry["resolved_args"])])
         target = folder / _file_name("name", name) / f"{_file_name('task', stem)}.json"
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ _URL = re.compile(r"\w[\w+.-]*://[^\s'\"]+")
 _USER = re.compile(r"(\w[\w+.-]*://)[^\s/'\"]+@")  # http://user:password@host
 _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
-_HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
+_HUB_TOKEN = re.compile(r"\bhf_(?:\w+_)?[A-Za-z0-9]{20,}")  # also hf_oauth_...
 _VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)
 _MIN_LENGTH = 8  # shorter values of such variables ("true") are no secrets
 

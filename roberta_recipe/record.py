@@ -285,7 +285,7 @@ def portable(value: Any) -> Any:
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [portable(item) for item in value]
-    return os.path.basename(value) if isinstance(value, str) and os.path.isabs(value) else value
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:

@@ -379,6 +379,25 @@ def test_epochs_of_local_files(preset, tmp_path):
     )
 
 
+def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path):
+    path = write_text(tmp_path / "a.txt", make_documents(20, seed=0))
+    flags = ["--train_file", path, "--hardware", "H200"]
+    assert estimate.main(flags).config.vocab_size == 4096
+    assert estimate.main([*flags, "--config_overrides", "vocab_size=800"]).config.vocab_size == 800
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_precision_is_that_of_the_estimated_hardware(monkeypatch, here):
+    monkeypatch.setattr("roberta_recipe.hardware.has_bf16", lambda use_cpu: here)
+    flags = ["--config", "presets/mlm/roberta_mini.yaml", "--hardware"]
+    assert estimate.main([*flags, "H200"]).precision == "bf16" and estimate.main([*flags, "T4"]).precision == "fp32"
+
+
+def test_a_run_ends_by_the_clock():
+    flags = ["--config", "presets/mlm/roberta_mini.yaml", "--hardware", "T4", "--max_steps", "1000000"]
+    assert estimate.main([*flags, "--max_train_minutes", "60"]).days == 1 / 24 < estimate.main(flags).days
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

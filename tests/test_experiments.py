@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
-from conftest import Forked, run_python
+from conftest import Forked, make_documents, run_python, write_text
 
 import train_mlm
 from experiments import checks, lists
@@ -325,6 +325,23 @@ def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained
     trained(write(flags={"max_train_samples": 16}))
     with pytest.raises(InputError, match="low, seed 1: max_train_samples was 16, is None"):
         checks.check_rows(listed)
+
+
+def test_values_that_a_run_derives_are_no_change(write, trained, tmp_path, monkeypatch):
+    """max_steps from epochs, the folder of an own tokenizer, the precision of another machine."""
+    text = write_text(tmp_path / "a.txt", make_documents(20, seed=0))
+    own = {"config": "", "flags": {"train_file": [text], "num_train_epochs": 2, "use_cpu": True}}
+    path = write(**own)
+    records = trained(path)
+    for row in lists.read(path).rows:
+        row.folder.mkdir(parents=True)
+        experiments.remember(row)
+        records[row.title]["resolved_args"] |= {"max_steps": 123, "bf16": True}
+    monkeypatch.setattr("roberta_recipe.hardware.has_bf16", lambda use_cpu: False)
+    checks.check_rows(lists.read(path))
+    own["flags"]["num_train_epochs"] = 3
+    with pytest.raises(InputError, match=r"low, seed 1: num_train_epochs was 2.0, is 3.0"):
+        checks.check_rows(lists.read(write(**own)))
 
 
 def test_losses_of_other_held_out_blocks_give_no_table(write, trained):

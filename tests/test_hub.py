@@ -1,5 +1,6 @@
 """Publishing to a local Hub server: uploaded files, refusals, and no token in any file."""
 
+import functools
 import os
 import shutil
 import signal
@@ -13,7 +14,8 @@ import pytest
 import yaml
 from conftest import run_python
 from hub_server import HubServer
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import finetune_glue
@@ -170,6 +172,29 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
     server.drops = [("POST", "/commit/")] * 4
     with pytest.raises(RunError, match=r"cannot be reached for me/small .*sends a finished run later"):
         push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
+
+
+def test_absolute_paths_are_published_by_their_name():
+    assert records.portable(["/data/roberta-base/", "/data/a.txt", "a/b"]) == ["roberta-base", "a.txt", "a/b"]
+
+
+def test_an_outage_and_refused_metadata_are_told_apart(server, preset, tmp_path, monkeypatch):
+    train(preset)
+    monkeypatch.setattr(hub, "RETRY_AFTER_S", ())
+    argv = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
+    push_tool.main(argv)
+    with monkeypatch.context() as patch:
+        patch.setattr(HfApi, "hf_hub_download", functools.partial(_raise, LocalEntryNotFoundError("no connection")))
+        with pytest.raises(RunError, match=r"cannot be reached for me/small \(no connection\)"):
+            push_tool.main(argv)
+    refusal = ValueError("Invalid metadata in README.md.\n- license must be one of mit")
+    monkeypatch.setattr(HfApi, "create_commit", functools.partial(_raise, refusal))
+    with pytest.raises(InputError, match=r"refuses me/small \(Invalid metadata in README.md. - license must be one of"):
+        push_tool.main(argv)
+
+
+def _raise(error, *args, **kwargs):
+    raise error
 
 
 def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, monkeypatch):

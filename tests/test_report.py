@@ -269,6 +269,9 @@ def test_bad_input(ledger, tmp_path):
     write_tuning(tmp_path / "rte", [0.5])
     with pytest.raises(InputError, match="is a fine-tuning: name its pretrained model"):
         report(ledger, tmp_path, "--add", tmp_path / "rte")
+    write_tuning(tmp_path / "my", [0.5], task="my")
+    with pytest.raises(InputError, match="is fine-tuned on 'my', a task without a table in the paper"):
+        report(ledger, tmp_path, "--add", tmp_path / "my", "--name", "mini")
     write_pretraining(tmp_path / "killed")
     (tmp_path / "killed" / "loss_curve.png").unlink()
     durable.write_sealed(tmp_path / "killed" / "blimp.json", {"scores": {}, "random_weights": []})

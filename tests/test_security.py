@@ -29,7 +29,7 @@ SECRET = "http://bob:hunter22@example.org/a.parquet?download=true&X-Amz-Signatur
         ("no file http://bob:hunter22@h/a, b", "no file http://***@h/a, b"),
         ("s3+x://k%20y:p@ss@h:9/a 'https://t0ken@h/b'", "s3+x://***@h:9/a 'https://***@h/b'"),
         ("https://h/a?sig=12/3+4%3D&b=c#d and so on", "https://h/a?sig=***&b=***#d and so on"),
-        ("login hf_abcdefghijk failed", "login *** failed"),
+        ("login hf_aVerySecretTokenOfNobodyAtAll01234 failed", "login *** failed"),
         ("a=1&b=2, who@example.org, c:d@e, http://h/@user/x", "a=1&b=2, who@example.org, c:d@e, http://h/@user/x"),
         ("aws says s3cr3ts3cr3t no", "aws says *** no"),
     ],
@@ -44,17 +44,17 @@ def test_what_is_redacted(text, shown, monkeypatch):
     "name", ["train_file", "validation_file", "output_dir", "tokenizer_name", "model_name_or_path"]
 )
 def test_credentials_in_a_flag_that_is_saved_are_refused(preset, name, tmp_path):
-    for value in (SECRET, "https://tok3n@h/a", "s3://h/a?AWSAccessKeyId=12", "hf_abcdefghijk"):
+    for value in (SECRET, "https://tok3n@h/a", "s3://h/a?AWSAccessKeyId=12", "hf_aVerySecretTokenOfNobodyAtAll01234"):
         with pytest.raises(InputError, match=r"holds a password or a token.*\$\{NAME\}") as error:
             train_mlm.read_arguments(["--config", preset, f"--{name}", value])
-        assert not re.search("hunter22|0123abc|tok3n|=12|hf_abc", str(error.value))
+        assert not re.search("hunter22|0123abc|tok3n|=12|hf_aVery", str(error.value))
     values = yaml.safe_load(Path(preset).read_text()) | {"train_file": [SECRET]}
     (tmp_path / "secret.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(InputError, match=r"train_file=.*holds a password"):
         train_mlm.read_arguments(["--config", str(tmp_path / "secret.yaml")])
-    public = "https://h/a.parquet?download=true"
-    (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public])
-    assert args.train_file == [public]
+    for public in ("https://h/a.parquet?download=true", "/data/hf_checkpoint", "runs/hf_roberta_base", "hf_converted"):
+        (args, _), _ = train_mlm.read_arguments(["--config", preset, "--train_file", public])
+        assert args.train_file == [public]
 
 
 def test_nothing_that_a_command_prints_holds_credentials(root, tmp_path):

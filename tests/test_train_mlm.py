@@ -111,6 +111,17 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
         pack.main(["--config", preset])
 
 
+def test_the_preset_of_a_shuffled_cache_is_evaluated_on_other_text(preset, tmp_path):
+    text = write_text(tmp_path / "a.txt", make_documents(20, seed=0))
+    values = yaml.safe_load(Path(preset).read_text()) | {"token_cache": "away", "shuffle_window": 64}
+    (tmp_path / "preset.yaml").write_text(yaml.safe_dump(values))
+    for others in (["--token_cache", ""], ["--train_file", text]):
+        argv = ["--model_name_or_path", str(tmp_path), *others]
+        (args, _), _ = pretraining.read_arguments(argv, "", preset=evaluate.preset_of(argv))
+        pretraining.check_data(args)
+        assert args.shuffle_window == 1 and not args.token_cache
+
+
 @pytest.mark.parametrize("size", ["base", "large"])
 def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
     """With an empty --token_cache, it trains from text: the same blocks and masks, without packing."""

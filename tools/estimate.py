@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.corpus import BYTES_PER_TOKEN, Corpus, resolve, text_bytes
+from roberta_recipe.data.tokenizer_training import size_for
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, set_up_logging
@@ -248,6 +249,7 @@ class Estimate:
     tokens_per_pass: float | None = None
     corpus_bytes: float | None = None
     max_train_samples: int | None = None  # blocks per pass, if the corpus has more
+    max_train_minutes: float | None = None
 
     def __post_init__(self):
         if not 0 < self.utilisation <= 1:
@@ -282,7 +284,8 @@ class Estimate:
 
     @property
     def days(self) -> float:
-        return self.flops / (self.hardware.count * self.device.peak_flops * self.utilisation) / 86_400
+        by_steps = self.flops / (self.hardware.count * self.device.peak_flops * self.utilisation) / 86_400
+        return min(by_steps, (self.max_train_minutes or math.inf) / 1440)
 
     @property
     def cost(self) -> float:
@@ -350,11 +353,15 @@ def read_estimate(argv: list[str]) -> Estimate:
         source = args.config_name or args.model_name_or_path
         raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
+    size = corpus_bytes(pretraining.read_corpus(args))
     if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
         config.vocab_size = len(pretraining.load_tokenizer(args))
+    elif not args.tokenizer_name and size and "vocab_size" not in weights.overridden(args.config_overrides):
+        config.vocab_size = size_for(size)  # of the tokenizer that the run trains
     multiple = args.pad_vocab_to_multiple_of or 1
     config.vocab_size = math.ceil(config.vocab_size / multiple) * multiple
     hardware, micro_batch = parse_hardware(chosen.hardware), training_args.per_device_train_batch_size
+    bf16 = DEVICES[hardware.name].bf16 if training_args.picks_bf16 else training_args.bf16
     price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
     sequences = args.global_batch_size or micro_batch * hardware.count * training_args.gradient_accumulation_steps
     cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
@@ -366,7 +373,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         micro_batch=micro_batch,
         accumulation=batch.accumulation_steps(sequences, micro_batch, hardware.count),
         max_steps=training_args.max_steps,
-        precision="bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
+        precision="bf16" if bf16 else "fp16" if training_args.fp16 else "fp32",
         zero=Zero.from_deepspeed(launch_checks.deepspeed_settings(training_args), config.hidden_size),
         activation_checkpointing=bool(training_args.gradient_checkpointing),
         objective=tuple(args.objective),
@@ -374,8 +381,9 @@ def read_estimate(argv: list[str]) -> Estimate:
         utilisation=chosen.utilisation,
         gpu_hour_price=price,
         tokens_per_pass=cached_tokens,
-        corpus_bytes=None if cached_tokens else corpus_bytes(pretraining.read_corpus(args)),
+        corpus_bytes=None if cached_tokens else size,
         max_train_samples=args.max_train_samples,
+        max_train_minutes=args.max_train_minutes,
     )
 
 

@@ -34,12 +34,13 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     """As `pretraining.preset_of`, but without `--config` the preset in the checkpoint's folder, if any. Its attention
-    is ignored, as another device may not have it, and so is its text if the command names another."""
+    and its order of blocks are ignored, as another device or text may not have them, and its text if the command names
+    another."""
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
     if value_of(argv, "config") or not own.is_file():
         return pretraining.preset_of(argv)
     names_text = names_in(argv) & (pretraining.TEXT - {"token_cache"})
-    return str(own), {"attn_implementation"} | (pretraining.TEXT if names_text else set())
+    return str(own), {"attn_implementation", "shuffle_window"} | (pretraining.TEXT if names_text else set())
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="branch to push to")
     parser.add_argument("--license", help="licence of the weights: mit, apache-2.0, ...")
     parser.add_argument("--language", nargs="+", help="language codes of the text (en); default: the run's")
-    parser.add_argument("--replace", action="store_true", help="delete the repository's other files")
+    parser.add_argument("--replace", action="store_true", help="delete the files of another run in the repository")
     parser.add_argument("--dry_run", action="store_true", help="print files and card without pushing")
     args = parser.parse_args(argv)
     model, results = resolve_path(args.model), [resolve_path(folder) for folder in args.results]

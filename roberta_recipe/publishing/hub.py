@@ -205,7 +205,7 @@ def _run_id_in(api: HfApi, repo: str, revision: str | None) -> str | None:
     try:
         readme = ModelCard.load(api.hf_hub_download(repo, "README.md", revision=revision))
         return readme.data.to_dict().get(_RUN_ID)
-    except (hub_errors.EntryNotFoundError, ValueError, yaml.YAMLError):
+    except (hub_errors.RemoteEntryNotFoundError, ValueError, yaml.YAMLError):
         return None
 
 
@@ -221,13 +221,16 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
             # the client's threads wrap errors in a RuntimeError
             cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
             status = cause.response.status_code if isinstance(cause, hub_errors.HfHubHTTPError) else None
-            reason = first_line(cause) if status is None else f"{status}: {cause.server_message or first_line(cause)}"
+            reason = " ".join(str(cause).split()) or first_line(cause)  # refused metadata take several lines
+            if status is not None:
+                reason = f"{status}: {cause.server_message or first_line(cause)}"
             if isinstance(cause, _REFUSALS) or (status and status not in _RETRIED_STATUS):
                 raise InputError(
-                    f"the Hub refuses {repo} ({reason}): pushing needs a valid name and a token with write access (hf "
-                    "auth login, or HF_TOKEN)"
+                    f"the Hub refuses {repo} ({reason}): pushing needs a valid name, valid metadata, and a token with "
+                    "write access (hf auth login, or HF_TOKEN)"
                 ) from None
-            if not isinstance(cause, (hub_errors.HTTPError, ConnectionError, TimeoutError)):
+            unreachable = hub_errors.HTTPError, hub_errors.LocalEntryNotFoundError, ConnectionError, TimeoutError
+            if not isinstance(cause, unreachable):
                 raise
         if wait_s is None:
             raise RunError(f"the Hub cannot be reached for {repo} ({reason}); make push sends a finished run later")

@@ -123,6 +123,7 @@ class RecipeTrainingArguments(TrainingArguments):
             raise InputError("hub_token would be visible in process lists: run hf auth login, or set HF_TOKEN")
         if self.do_eval and not self.do_train:
             raise InputError("do_eval without do_train: this script trains; tools/evaluate.py evaluates a checkpoint")
+        self.picks_bf16 = self.bf16 is None and not self.fp16
         if self.bf16 is None:
             self.bf16 = not self.fp16 and hardware.has_bf16(self.use_cpu)
         if (self.bf16 and not torch.cuda.is_available()) or torch.backends.mps.is_available():
