@@ -162,7 +162,6 @@ def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:
 
 def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainingArguments, task: glue.Task) -> None:
     """Raise `InputError` for values out of range and for flags that exclude each other."""
-    glue.check_metrics(args.task_name, task)
     if task.multi_label and {*task.labels} <= {"0", "1", "0.0", "1.0"}:
         raise InputError(f'{task.label_column} has lists of 0 and 1: name the labels of a row, ["joy", "fear"]')
     if args.predict_with == "ensemble" and not training_args.do_predict:

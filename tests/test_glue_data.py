@@ -184,16 +184,6 @@ def test_bad_rows_are_named(tmp_path, name, lines, said):
         glue.read_split(TASKS[name], name, "validation", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("labels", "metric"), [("abc", "matthews_correlation"), ((), "accuracy"), ("ab", "pearson"), ("ab", "f2")]
-)
-def test_a_metric_that_does_not_fit_a_task_of_your_own(flags, monkeypatch, labels, metric):
-    own = glue.Task("RTE", PAIR, labels=tuple(labels), metrics=(metric,))
-    monkeypatch.setattr(finetune_glue, "TASKS", {"mine": own})
-    with pytest.raises(InputError, match=f"mine: {metric} is no metric of a task with {len(labels)} classes"):
-        finetune_glue.main(flags("rte", "--task_name", "mine"))
-
-
 def test_presets_are_fairseqs(root):
     """The table of examples/roberta/README.glue.md: learning rate, batch, updates, warm-up."""
     table = {

@@ -5,23 +5,20 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import regex
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
 from roberta_recipe.data.tokenization import LEADING_TOKENS, build_tokenizer
 from roberta_recipe.errors import InputError, interruptible
-from roberta_recipe.log import logger
 
 SMALLEST, LARGEST = 4096, 50_265  # entries
 _SMALL_BYTES, SAMPLE_BYTES = 15_000_000, 1_000_000_000
 
 _LONG = 1000  # characters; training time grows with the square of a word's length
-_RUN = regex.compile(r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+")  # of one class of GPT-2's pattern
 
 
 def size_for(text_bytes: int) -> int:
@@ -40,7 +37,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False
     if vocab_size < smallest:
         raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    short = pre_tokenizers.FixedLength(_LONG)  # of training only; ours has RoBERTa's pre-tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), short])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # <mask> comes last, after the merges
         min_frequency=2,
@@ -48,27 +46,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    interruptible(lambda: backend.train_from_iterator(_without_long_words(texts), trainer))
+    interruptible(lambda: backend.train_from_iterator(texts, trainer))
     model = json.loads(backend.to_str())["model"]
     entries = len(model["vocab"]) + 1
     if entries < vocab_size and not at_most:  # no pair of tokens is left that occurs twice
         raise InputError(f"vocab_size={vocab_size}: the sample gives only {entries}; ask for these, or add text")
     return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
-
-
-def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut inside long words: after each `_LONG` characters of one class (letters, digits, ...), so that no
-    word reaches twice that length. Logs the number of cuts."""
-    cuts = 0
-    for text in texts:
-        start = 0
-        for end in range(_LONG, len(text), _LONG):
-            if _RUN.fullmatch(text, end - _LONG, end):
-                yield text[start:end]
-                start, cuts = end, cuts + 1
-        yield text[start:]
-    if cuts:
-        logger.warning(f"Long words  {cuts:,} cuts in runs of {_LONG:,} and more letters, digits, signs or blanks")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

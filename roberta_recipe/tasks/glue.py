@@ -128,15 +128,6 @@ PAPER = {
 }  # fmt: skip
 
 
-def check_metrics(name: str, task: Task) -> None:
-    """Raise `InputError` for a metric that is unknown or does not fit the number of classes."""
-    classes = len(task.labels)
-    fitting = {0: ("pearson", "spearman"), 2: ("accuracy", "f1", "matthews_correlation")}.get(classes)
-    fitting = ("micro_f1", "macro_f1") if task.multi_label else fitting or ("accuracy", "macro_f1")
-    if wrong := [metric for metric in task.metrics if metric not in fitting]:
-        raise InputError(f"{name}: {wrong[0]} is no metric of a task with {classes} classes: {', '.join(fitting)}")
-
-
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
     """The model card's dataset entry; it is GLUE's only if `task` is in `TASKS`, with the official rows."""
     known = TASKS.get(name) == task
