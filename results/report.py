@@ -8,12 +8,10 @@
 
     python results/report.py --readme README.md                # also the five best rows, between the markers of a page
 
-Writes results/curves.png, results/README.md and results/index.html (a single file, the same text). proofs.yaml lists
-claims and orderings of the papers' tables with the commands of their figures; the paper's figures are the library's.
+Writes results/curves.png and results/README.md. proofs.yaml lists claims and orderings of the papers' tables with the
+commands of their figures; the paper's figures are the library's.
 """
 
-import base64
-import html
 import math
 import re
 import shutil
@@ -22,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -560,42 +557,6 @@ def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[
     return [tokens / 1e6 for tokens in np.interp(steps, *logged)], values
 
 
-def html_text(text: str) -> str:
-    """HTML of a paragraph or cell with `code`, whose words are not broken, **bold** and relative links."""
-    text = text.replace(" ± ", "\u00a0±\u00a0")
-    text = re.sub("`([^`]*)`", lambda code: re.sub(r"\S+", r"<code>\g<0></code>", code[1]), html.escape(text))
-    text = re.sub(r"\[([^]]*)\]\((\w[\w./#-]*|\.\./[\w./#-]*)\)", r'<a href="\2">\1</a>', text)
-    return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", text)
-
-
-def html_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """An HTML table; on a narrow screen, its rows become cards without the empty cells."""
-    names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = ""
-    for line in lines:
-        cells = (
-            f'<td data-name="{html.escape(name)}"{" class=none" * (cell == "-")}><span>{html_text(cell)}</span></td>'
-            for name, cell in zip(head, line, strict=True)
-        )
-        body += f"<tr>{''.join(cells)}</tr>"
-    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def page(shown: Sequence[Section], folder: Path) -> str:
-    """The HTML page, with the images of `folder` embedded."""
-    blocks = []
-    for section in shown:
-        blocks += [f"<h2>{html.escape(section.title)}</h2>", *(f"<p>{html_text(text)}</p>" for text in section.above)]
-        if section.picture:
-            data = base64.b64encode((folder / section.picture).read_bytes()).decode()
-            image = f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}">'
-            blocks.append(f'<div class="wide">{image}</div>')
-        blocks += [html_table(section.head, section.lines)] * bool(section.head)
-        blocks += [f"<p>{html_text(text)}</p>" for text in section.below]
-    template = Template((Path(__file__).parent / "page_template.html").read_text(encoding="utf-8"))
-    return template.substitute(sections="\n".join(blocks))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="folders of finished runs to add first")
@@ -611,12 +572,11 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError(f"{args.results} holds no */{RECORD_NAME}: add a finished run with --add")
     plot_curves(ledger, args.results / "curves.png")
     shown = sections(ledger, args.results)
-    page_path, text_path = args.results / "index.html", args.results / "README.md"
-    page_path.write_text(page(shown, args.results), encoding="utf-8")
+    text_path = args.results / "README.md"
     text_path.write_text(as_markdown(shown), encoding="utf-8")
     if args.readme:
         args.readme.write_text(with_rows(read_text(args.readme), best_rows(ledger)), encoding="utf-8")
-    print(f"written     {page_path}, {text_path}{f', {args.readme}' * bool(args.readme)}")
+    print(f"written     {text_path}{f', {args.readme}' * bool(args.readme)}")
 
 
 if __name__ == "__main__":

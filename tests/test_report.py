@@ -87,7 +87,7 @@ def write_tuning(folder, scores, task="rte", metric="accuracy", degenerate=False
 
 def report(ledger, tmp_path, *argv):
     ledger.main(["--results", str(tmp_path / "results"), *map(str, argv)])
-    return [(tmp_path / "results" / name).read_text() for name in ("README.md", "index.html")]
+    return (tmp_path / "results" / "README.md").read_text()
 
 
 def write_blimp(folder, score, random):
@@ -124,7 +124,7 @@ def test_tables_show_the_records(ledger, tmp_path):
     report(ledger, tmp_path, "--add", tmp_path / "runs/mini")
     (tmp_path / "results/speedrun.md").write_text("text")
     for folder in ("glue/rte", "few/rte", "random/rte_random"):
-        whole, page = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
+        whole = report(ledger, tmp_path, "--add", tmp_path / "runs" / folder, "--name", "mini", "--note", "odd")
     # one line for a task and number of examples, with pretrained, random and majority side by side
     figures = "60.0 (55.0 to 70.0, 3 seeds) | 51.0 (1 seed, 1 degenerate) | 50.0 (always yes) | 86.6 (base 78.7)"
     lines = [line for line in whole.splitlines() if line.startswith("| GLUE rte, accuracy, ")]
@@ -135,7 +135,7 @@ def test_tables_show_the_records(ledger, tmp_path):
     assert whole.count("GLUE rte: odd.") == 1  # the note of both sides, once
     (waiting,) = [line for line in whole.splitlines() if line.startswith("Not run: ")]
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
-    assert "not run" not in whole + page and "[speedrun.md](speedrun.md)" in whole and whole.index("**mini**") < 30
+    assert "not run" not in whole and "[speedrun.md](speedrun.md)" in whole and whole.index("**mini**") < 30
     settings, spent = "0.0001, batch 16, 3 epochs, length 64, 2,000 examples", "4.5 M | 2 cores of x86_64 | 1.50 |"
     assert f"(55.0 to 70.0, 3 seeds) | validation, 277 examples | {settings} | {spent}" in whole
     assert "| mini, random weights | 51.0 (1 seed, 1 degenerate) |" in whole
@@ -144,8 +144,6 @@ def test_tables_show_the_records(ledger, tmp_path):
     assert "| NVIDIA H200 | 2.00 | 1,234 | 3.0 GB | a 7.50; b 10.00 |" in whole
 
     assert len(ledger.paper_rows()) == 9 + 4 + 3
-    assert page.count("data:image/png;base64,") == 1 and "<script" not in page and "http" not in page
-    assert 'name="viewport"' in page
     names = sorted(path.name for path in (tmp_path / "results/mini").glob("rte*"))
     assert names == [
         *("rte_max_train_samples_2000.json", "rte_max_train_samples_500.json"),
@@ -248,7 +246,7 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     record = json.loads(path.read_text())
     record["resolved_args"] |= {"learning_rate": 1e-4, "max_steps": -1, "seed": 1}
     durable.write_sealed(path, {**record, "metrics": {"accuracy": 0.42, "middle": 0.42}})
-    whole, _ = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
+    whole = report(ledger, tmp_path, "--add", tmp_path / "race", "--name", "mini")
     first, _ = [line for line in whole.splitlines() if line.startswith("| RACE")]
     assert first.startswith("| RACE, middle | mini | 42.0 (1 seed) | - | - | 86.5 (test set) | validation, 277")
     assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16, 3 epochs" in whole
@@ -299,9 +297,6 @@ def test_what_is_committed_is_what_the_records_give(ledger, root):
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert ledger.MARKS[0] not in readme or ledger.with_rows(readme, ledger.best_rows(found)) == readme
     assert (root / "results" / "README.md").read_text(encoding="utf-8") == ledger.as_markdown(sections)
-    page = (root / "results" / "index.html").read_text(encoding="utf-8")
-    without_pictures = [re.sub('base64,[^"]*', "", text) for text in (page, ledger.page(sections, root / "results"))]
-    assert without_pictures[0] == without_pictures[1] and page.count("<table") == 7 and "not run" not in page
     records = json.dumps([*found.pretrained.values(), *found.tuned.values()])
     assert not re.search(r'"/(home|root|tmp|work|mnt)/', records)
     named = [re.sub(r"^`python (-m )?", "", command).strip("`").split()[0] for *_, command in found.proofs]
