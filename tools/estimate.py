@@ -317,7 +317,7 @@ class EstimateArguments:
 
     _argument_group_name = "estimate"
 
-    hardware: str = setting("8xH200", "GPUs, such as 1024xV100-32GB.", "start")
+    hardware: str = setting("H200", "GPUs, such as 1024xV100-32GB.", "start")
     utilisation: float = setting(DEFAULT_UTILISATION, "Achieved share of the GPUs' peak FLOP/s.", "start")
     gpu_hour_price: float | None = setting(None, "USD; default: a list price of the GPU.", "start")
 
