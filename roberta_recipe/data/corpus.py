@@ -34,14 +34,8 @@ _HASHING_THREADS = 8
 BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a younger file may change and keep its times
-_VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "blob_id",
-    "mtime",
-    "LastModified",
-)  # of fsspec's file systems, the most exact first
+# of fsspec's file systems, the most exact first
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified")
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths

@@ -221,12 +221,11 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
             # the client's threads wrap errors in a RuntimeError
             cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
             status = cause.response.status_code if isinstance(cause, hub_errors.HfHubHTTPError) else None
-            reason = " ".join(str(cause).split()) or first_line(cause)  # refused metadata take several lines
-            if status is not None:
-                reason = f"{status}: {cause.server_message or first_line(cause)}"
+            reason = first_line(cause) if status is None else f"{status}: {cause.server_message or first_line(cause)}"
             if isinstance(cause, _REFUSALS) or (status and status not in _RETRIED_STATUS):
+                why = reason if status else " ".join(str(cause).split())  # refused metadata take several lines
                 raise InputError(
-                    f"the Hub refuses {repo} ({reason}): pushing needs a valid name, valid metadata, and a token with "
+                    f"the Hub refuses {repo} ({why}): pushing needs a valid name, valid metadata, and a token with "
                     "write access (hf auth login, or HF_TOKEN)"
                 ) from None
             unreachable = hub_errors.HTTPError, hub_errors.LocalEntryNotFoundError, ConnectionError, TimeoutError

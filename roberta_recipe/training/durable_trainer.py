@@ -22,9 +22,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from roberta_recipe import durable
 from roberta_recipe.data import IGNORED
-from roberta_recipe.errors import RunError, first_line, is_disk_full, library_errors
+from roberta_recipe.errors import InputError, RunError, first_line, is_disk_full, library_errors
 from roberta_recipe.launcher import resume_hint
-from roberta_recipe.log import logger
+from roberta_recipe.log import listed, logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.training import checkpoint, optimizers
@@ -341,7 +341,10 @@ class DurableTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Load by `from_pretrained`: `Trainer` reports tied weights as missing."""
-        stored = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        folder, settings = resume_from_checkpoint, {"dtype": torch.float32, "output_loading_info": True}
+        stored, info = type(self.model).from_pretrained(folder, **settings)
+        if missing := sorted(info["missing_keys"]):
+            raise InputError(f"{folder} has no weights for {listed(missing, 1)}: name another output_dir")
         self.model.load_state_dict(stored.state_dict())
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
