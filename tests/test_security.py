@@ -191,7 +191,6 @@ def test_the_page_of_results_shows_hostile_names_as_words(text, root):
     section = report.Section("Title", [text], ("a", "b"), [(text, "c")], [text])
     raw, titles, columns = opened(report.as_markdown([section]))
     assert not raw and titles == ["Results", "Title"] and columns.count("td_open") == 2
-    assert not re.search(r'<(script>a|img src|b>|i>|a href="j)', report.page([section], root / "results"))
 
 
 # Names that become paths
