@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import types
 from collections import Counter
 
 import datasets
@@ -227,7 +228,7 @@ def test_a_file_that_is_cut_in_mid_run_is_not_skipped(big_file):
         list(reading.documents(corpus, corpus.sources[0], "train", seed=0))
 
 
-def test_a_remote_file_is_known_by_size_and_version():
+def test_a_remote_file_is_known_by_size_and_version(monkeypatch):
     with fsspec.open("memory://identity/a.txt", "w") as stream:
         stream.write("One.")
     corpus = corpus_of("c", [Source("s", files="memory://identity/a.txt")])
@@ -236,6 +237,10 @@ def test_a_remote_file_is_known_by_size_and_version():
     corpora.check_unchanged(corpus)
     hub = "hf://datasets/org/data@0123/a.parquet"
     assert corpora._hash_file(hub).values == [hub]
+    hub = hub.replace("@0123", "")  # of the branch, whose files may change
+    system = types.SimpleNamespace(info=lambda name: {"size": 4, "blob_id": "ab", "last_commit": None})
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (system, path))
+    assert corpora._hash_file(hub).values == [hub, 4, "ab"]
 
 
 @pytest.mark.parametrize("own_source", [True, False])
