@@ -247,7 +247,8 @@ def announce_run(
 ) -> None:
     """Log the recipe, the model and the data."""
     steps, length = training_args.max_steps, args.max_seq_length
-    pretraining.warn_of_small_files(reader.corpus, length)
+    size = corpora.text_bytes(reader.corpus)
+    pretraining.warn_of_small_files(reader.corpus, size, length)
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
     by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
     logger.info(
@@ -256,7 +257,7 @@ def announce_run(
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
         f"Steps       {steps:,} with sequences of {length} tokens, at most "
-        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{passes(args, steps, reader)}\n"
+        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{passes(args, steps, reader, size)}\n"
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpora.in_words(reader.corpus)}\n"
         f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
@@ -265,10 +266,10 @@ def announce_run(
     )
 
 
-def passes(args: MlmArguments, steps: int, reader: Reader) -> str:
+def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None) -> str:
     """Log text for the passes over the corpus in `steps` steps: exact if its blocks are counted, else estimated from
-    the size of its files; empty if that is unknown."""
-    blocks, size = stream.blocks_of_pass(reader), corpora.text_bytes(reader.corpus)
+    the `size` of its files in bytes; empty if that is unknown."""
+    blocks = stream.blocks_of_pass(reader)
     about = "" if blocks else "about "
     blocks = blocks or (size or 0) / BYTES_PER_TOKEN / args.max_seq_length
     blocks = min(blocks, args.max_train_samples or blocks)

@@ -191,9 +191,8 @@ class Experiment:
         rest, from `row.json`."""
         stored, record = self.stored(), self.record()
         now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
-        before = self._with_seed(stored["settings"] or {}) | {
-            name: ran_with[name] for name in now if name in ran_with and not (stored["settings"] and name in _DERIVED)
-        }
+        compared = ran_with.keys() - (_DERIVED if stored["settings"] else ())
+        before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in compared}
         if not stored["settings"]:  # not begun, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}

@@ -386,10 +386,12 @@ def test_small_files_are_warned_of(tmp_path, caplog):
     write_text(tmp_path / "one.txt", TEXTS)
     length = len(TEXTS) * max(map(len, TEXTS))  # more than all of a file's tokens
     for files, expected in ((tmp_path / "many", 1), (tmp_path / "one.txt", 0)):
-        pretraining.warn_of_small_files(corpus_of("c", [Source("s", files=str(files))]), length)
+        corpus = corpus_of("c", [Source("s", files=str(files))])
+        pretraining.warn_of_small_files(corpus, corpora.text_bytes(corpus), length)
         assert caplog.text.count("20 files of") == expected
         caplog.clear()
-    pretraining.warn_of_small_files(corpus_of("c", [Source("s", files=str(tmp_path / "many"))]), 1)
+    corpus = corpus_of("c", [Source("s", files=str(tmp_path / "many"))])
+    pretraining.warn_of_small_files(corpus, corpora.text_bytes(corpus), 1)
     assert not caplog.text
 
 

@@ -379,11 +379,13 @@ def test_epochs_of_local_files(preset, tmp_path):
     )
 
 
-def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path):
+def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir):
     path = write_text(tmp_path / "a.txt", make_documents(20, seed=0))
     flags = ["--train_file", path, "--hardware", "H200"]
     assert estimate.main(flags).config.vocab_size == 4096
     assert estimate.main([*flags, "--config_overrides", "vocab_size=800"]).config.vocab_size == 800
+    continued = estimate.main([*flags, "--model_name_or_path", model_dir, "--max_seq_length", "64"])
+    assert continued.config.vocab_size == 400
 
 
 @pytest.mark.parametrize("here", [True, False])

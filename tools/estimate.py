@@ -353,10 +353,12 @@ def read_estimate(argv: list[str]) -> Estimate:
         source = args.config_name or args.model_name_or_path
         raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
-    size = corpus_bytes(pretraining.read_corpus(args))
+    cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
+    size = None if cached_tokens else corpus_bytes(pretraining.read_corpus(args))
+    named = args.tokenizer_name or "vocab_size" in weights.overridden(args.config_overrides)
     if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
         config.vocab_size = len(pretraining.load_tokenizer(args))
-    elif not args.tokenizer_name and size and "vocab_size" not in weights.overridden(args.config_overrides):
+    elif size and not named:
         config.vocab_size = size_for(size)  # of the tokenizer that the run trains
     multiple = args.pad_vocab_to_multiple_of or 1
     config.vocab_size = math.ceil(config.vocab_size / multiple) * multiple
@@ -364,7 +366,6 @@ def read_estimate(argv: list[str]) -> Estimate:
     bf16 = DEVICES[hardware.name].bf16 if training_args.picks_bf16 else training_args.bf16
     price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
     sequences = args.global_batch_size or micro_batch * hardware.count * training_args.gradient_accumulation_steps
-    cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
     return Estimate(
         config=config,
         hardware=hardware,
@@ -381,7 +382,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         utilisation=chosen.utilisation,
         gpu_hour_price=price,
         tokens_per_pass=cached_tokens,
-        corpus_bytes=None if cached_tokens else size,
+        corpus_bytes=size,
         max_train_samples=args.max_train_samples,
         max_train_minutes=args.max_train_minutes,
     )

@@ -48,7 +48,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     elif named == VARLEN and (args.device.type != "cuda" or not half):
         reason = f"it needs CUDA and bf16 or fp16; this run is {precision(args)} on {args.device.type}"
     elif named == VARLEN and args.torch_compile:
-        reason = "with torch_compile, each number of tokens would be compiled anew"
+        reason = "torch_compile needs fixed shapes, and would recompile for every batch"
     elif named == VARLEN and config.model_type not in MULTI_SEQUENCE_MODELS:
         reason = f"a {config.model_type!r} model has no position ids for several sequences in one row"
     elif named in ("flex_attention", VARLEN) and dropout:

@@ -311,10 +311,11 @@ def token_counts(corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase) -> 
     return counts
 
 
-def warn_of_small_files(corpus: corpora.Corpus, max_seq_length: int) -> None:
-    """Warn if the average training file has fewer than eight blocks: a block never spans two files."""
+def warn_of_small_files(corpus: corpora.Corpus, size: int | None, max_seq_length: int) -> None:
+    """Warn if the average training file has fewer than eight blocks: a block never spans two files. `size`: bytes of
+    the training files, if known."""
     files = sum(len(corpus.files(source, "train")[1]) for source in corpus.sources)
-    average = (corpora.text_bytes(corpus) or math.inf) / files
+    average = (size or math.inf) / files
     if files > 10 and average < 8 * corpora.BYTES_PER_TOKEN * max_seq_length:
         logger.warning(
             f"{files:,} files of {average / 1e3:.1f} kB on average: a block never spans two files, so that many are "
@@ -329,8 +330,8 @@ def build_collator(
     return masking.MlmCollator(
         tokenizer,
         mlm_probability=args.mlm_probability,
-        # a fixed shape for a compiled encoder; its head gets a multiple of 512 positions
-        # else 8, for a GPU's kernels, but never beyond the positions of a model of this length
+        # a fixed shape for a compiled encoder, whose head gets a multiple of 512 positions; else a multiple of 8, for a
+        # GPU's kernels, or of a divisor of the length: padding never exceeds the model's positions
         pad_to_multiple_of=args.max_seq_length if training_args.torch_compile else math.gcd(8, args.max_seq_length),
         predicted_multiple=512 if training_args.torch_compile else 1,
         seed=data_seed(training_args),
