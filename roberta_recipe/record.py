@@ -1,5 +1,6 @@
 """Run records: types of `run_record.json`, `summary.json` and `blimp.json`; names of the files in a run folder."""
 
+import json
 import math
 import os
 import platform
@@ -271,12 +272,8 @@ def _git(*words: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for numbers that are not finite, for JSON."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """`value`, as JSON can hold it, with None for numbers that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def portable(value: Any) -> Any:

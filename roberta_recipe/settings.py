@@ -212,12 +212,10 @@ def _groups(dataclass_types: Sequence[type]) -> list[type]:
                 metadata["help"] = argparse.SUPPRESS
             if hints[field.name] == bool | None and field.default is None:  # `--bf16` alone is true
                 metadata |= {"nargs": "?", "const": True}
-            bare = dataclasses.field(
-                default=field.default, default_factory=field.default_factory, metadata=metadata, kw_only=True
-            )
+            bare = dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
             groups.setdefault(title, []).append((field.name, hints[field.name], bare))
     return [
-        dataclasses.make_dataclass("Group", fields, namespace={"_argument_group_name": title})
+        dataclasses.make_dataclass("Group", fields, namespace={"_argument_group_name": title}, kw_only=True)
         for title, fields in groups.items()
     ]
 

@@ -153,7 +153,7 @@ def test_formats(argv, tmp_path, monkeypatch, name):
     assert read == sorted(map(list, SENTENCES)) and len(data["validation"]) == 4
     assert ner.names_and_scheme(data["train"]) == (tuple(NAMES), "IOB2")
     if name == "hub":
-        with pytest.raises(InputError, match=r"do_predict: .*hub comes without a test set"):
+        with pytest.raises(InputError, match=r"do_predict: .*hub has no test set"):
             finetune_ner.read_data(args, True)
 
 
@@ -181,7 +181,7 @@ BAD = {
     "other columns": ([{"words": ["a"], "tags": ["O"]}], {}, "name one of the columns words, tags with --text_column"),
     "no example": (["a O"], {"max_train_samples": 0}, "max_train_samples=0 must be above 0"),
     "few": (["a O", "b B-X"], {}, "t.conll has too few sentences to hold out a tenth: name a validation_file"),
-    "no test file": (["a O"], {"do_predict": True}, "do_predict: .* comes without a test set; name a test_file"),
+    "no test file": (["a O"], {"do_predict": True}, "do_predict: .* has no test set; name a test_file"),
     "smoothing": (["a O"], {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 must be below 1, and is for"),
 }  # fmt: skip
 

@@ -129,9 +129,7 @@ def read_corpus(path: str | Path) -> Corpus:
                 patterns = [patterns] if isinstance(patterns, str) else patterns
                 entry[key] = [os.path.expandvars(pattern) for pattern in patterns]
                 if unset := re.search(r"\$\{(\w+)\}", " ".join(entry[key])):
-                    raise InputError(
-                        f"{where}: environment variable {unset[1]} is not set; export {unset[1]}=<your folder>"
-                    )
+                    raise InputError(f"{where}: environment variable {unset[1]} is not set; export {unset[1]}=FOLDER")
         sources.append(Source(**entry))
     computed = ("name", "sources", "resolved", "excluded", "file_hashes")
     return Corpus(name=Path(path).stem, sources=sources, **check_mapping(values, [Corpus], str(path), without=computed))
@@ -316,8 +314,7 @@ def _check_held_out(corpus: Corpus) -> None:
 
 
 def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
-    """The settings of a hashed corpus that its blocks depend on: the sources' settings, and their files by name and
-    content."""
+    """The settings of a hashed corpus that its blocks depend on: the sources' settings, and files' contents."""
     contents = {}
     for source in corpus.sources:
         files = [corpus.files(source, split)[1] for split in ("train", "validation")]

@@ -16,21 +16,9 @@ from functools import cache, lru_cache, partial
 
 import torch
 
+from roberta_recipe.data import order
 from roberta_recipe.data.chunks import Chunk, File, TextReader, sum_counts
-from roberta_recipe.data.order import (
-    REPEATS,
-    WINDOWS,
-    Skipped,
-    batches_of,
-    block_id,
-    blocks_by_source,
-    file_order,
-    interleave,
-    mixture,
-    place_of,
-    random_order,
-    sample_evenly,
-)
+from roberta_recipe.data.order import Skipped, batches_of, interleave, random_order
 from roberta_recipe.data.packing import Block, Columns
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError
@@ -62,7 +50,7 @@ class _Window:
         index -= self.ends[number - 1] if number else 0
         columns = {**blocks[index]}
         document = columns.pop("document")
-        return Block(columns, block_id(self.source, file.number, chunk.first_block + index), self.epoch, document)
+        return Block(columns, order.block_id(self.source, file.number, chunk.first_block + index), self.epoch, document)
 
 
 def _windows(reader: Reader, source: int, index: int) -> Iterator[_Window]:
@@ -78,7 +66,7 @@ def _windows(reader: Reader, source: int, index: int) -> Iterator[_Window]:
         for number in itertools.count():
             if not (window := [*itertools.islice(chunks, size)]):
                 break
-            shuffled = partial(random_order, reader.seed, WINDOWS, (source, epoch, number))
+            shuffled = partial(random_order, reader.seed, order.WINDOWS, (source, epoch, number))
             yield _Window(source, epoch, first, window, shuffled if reader.shuffle_window else range)
             first += sum(chunk.blocks for _, chunk, _ in window)
 
@@ -100,7 +88,7 @@ def _files(reader: Reader, source: int, split: str, epoch: int) -> list[File]:
     """The files of a source in the order of a pass."""
     _, paths = reader.corpus.files(reader.corpus.sources[source], split)
     version = epoch % reader.versions if split == "train" else 0
-    numbers = file_order(source, len(paths), seed=reader.seed, epoch=epoch)
+    numbers = order.file_order(source, len(paths), seed=reader.seed, epoch=epoch)
     return [File(source, split, number, version) for number in numbers]
 
 
@@ -109,7 +97,7 @@ def blocks_at(reader: Reader, batches: Iterable[tuple[range, ...]]) -> Iterator[
     windows: dict[int, Iterator[_Window]] = {}
     current: dict[int, _Window] = {}
     for positions in itertools.chain.from_iterable(batches):
-        places = mixture(reader.corpus.shares, positions.start, len(positions))
+        places = order.mixture(reader.corpus.shares, positions.start, len(positions))
         for source, index in zip(*(part.tolist() for part in places), strict=True):
             if source not in windows:
                 windows[source] = _windows(reader, source, index)
@@ -134,7 +122,7 @@ def validation_blocks(reader: Reader, limit: int | None) -> Iterator[Block]:
                 if limit is not None and count >= limit and not source.validation_files:
                     break
             windows.append(_Window(number, 0, 0, chunks))
-    samples = sample_evenly([window.ends[-1] for window in windows], shares, limit, reader.seed)
+    samples = order.sample_evenly([window.ends[-1] for window in windows], shares, limit, reader.seed)
     return interleave([map(window.block, sample) for window, sample in zip(windows, samples, strict=True)], shares)
 
 
@@ -158,15 +146,14 @@ def blocks_of_pass(reader: Reader, pack: bool = False) -> int | None:
 
 def count_table(reader: Reader, split: str) -> dict[str, dict[str, int]]:
     """Counts of one pass over a split, by source; chunks that are not packed yet are missing."""
-    sources = enumerate(reader.corpus.sources)
-    return {source.name: _pass_counts(reader, number, split)[0] for number, source in sources}
+    return {source.name: _pass_counts(reader, n, split)[0] for n, source in enumerate(reader.corpus.sources)}
 
 
 def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
     """(counts, passes) by source over the chunks of the first `positions` blocks. `passes` is an exact float or, if the
     length of the last pass is unknown, an int: the number of complete passes."""
     counts, passes = {}, {}
-    for number, left in enumerate(blocks_by_source(reader.corpus.shares, positions)):
+    for number, left in enumerate(order.blocks_by_source(reader.corpus.shares, positions)):
         chunks, read, epoch = [], 0, 0
         while left > 0:
             before = left
@@ -219,13 +206,13 @@ class TrainBlocks(torch.utils.data.IterableDataset):
         blocks, finished = {}, set()
         for block in blocks_at(self.reader, [(range(self.limit),)]):
             if block.epoch:
-                finished.add(place_of(block.id)[0])
+                finished.add(order.place_of(block.id)[0])
             if len(finished) == len(self.reader.corpus.sources):
                 logger.warning(f"max_train_samples={self.limit}: the corpus has only {counted(len(blocks), 'block')}")
                 break
             blocks.setdefault(block.id, block)
         blocks = [*blocks.values()]
-        order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, REPEATS, (epoch,), len(blocks)))
+        order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, order.REPEATS, (epoch,), len(blocks)))
         for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):
             epoch, index = divmod(position, len(blocks))
             block = blocks[order_of(epoch)[index]]

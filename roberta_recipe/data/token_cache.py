@@ -282,11 +282,7 @@ def _columns(block: Columns) -> dict[str, list[str]]:
 def _content(blocks: list[Columns], columns: dict[str, list[str]]) -> bytes:
     """The columns of a chunk's blocks, and zeros up to a multiple of 8 bytes."""
     blocks = [{**block, _LENGTHS: len(block["input_ids"])} for block in blocks]
-    parts = [
-        np.array([block[name] for block in blocks], kind)
-        if each == "block"
-        else np.concatenate([block[name] for block in blocks]).astype(kind, copy=False)
-        for name, (kind, each) in (columns.items() if blocks else ())
-    ]
+    columns = columns if blocks else {}
+    parts = [np.hstack([block[name] for block in blocks]).astype(kind) for name, (kind, _) in columns.items()]
     content = b"".join(part.tobytes() for part in parts)
     return content + bytes(-len(content) % 8)

@@ -1,15 +1,8 @@
 """Choice and set-up of the attention implementation: resolved once, the same for all processes and restarts."""
 
 import torch
-from transformers import (
-    MODEL_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TrainingArguments,
-)
-from transformers.masking_utils import sdpa_mask
+from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger

@@ -112,14 +112,7 @@ def _softmax(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, chunk:
 
 
 def blockwise_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: (batch, heads, seq_len, head_size) to (batch, seq_len, heads, head_size).
 

@@ -75,15 +75,7 @@ class MaskedLmMixin:
         """Name prefixes of the parameters that the stock class does not have."""
         return tuple(f"{objective.head_name}." for objective in self.other_objectives.values())
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        sequence: torch.Tensor | None = None,
-        predicted: torch.Tensor | None = None,
-        **kwargs,
-    ) -> MaskedLMOutput:
+    def forward(self, input_ids=None, attention_mask=None, labels=None, sequence=None, predicted=None, **kwargs):
         """Without labels: as the stock class. With labels (batch, seq_len), -100 where nothing is predicted, the output
         has losses and no logits (accelerate would copy them to fp32):
 

@@ -1,6 +1,5 @@
-"""Pretraining objectives, declared in `TABLE`: masked LM, SpanBERT's span-boundary objective (arXiv 1907.10529, section
-3.2), BERT's next-sentence prediction (arXiv 1810.04805, 3.1), ALBERT's sentence-order prediction (arXiv 1909.11942,
-3.1).
+"""Pretraining objectives, declared in `TABLE`: masked LM, SpanBERT's span-boundary objective (arXiv 1907.10529, 3.2),
+BERT's next-sentence prediction (arXiv 1810.04805, 3.1), ALBERT's sentence-order prediction (arXiv 1909.11942, 3.1).
 
 A new objective is an entry of `TABLE`, from which flag, checks, model, logged losses, checkpoints and estimates are
 derived. Its labels come from the mask, or from packers: entries "format objective" of `chunks.PACKERS`. Checkpoints of

@@ -15,12 +15,7 @@ _HEAD_DROPOUT = ("classifier_dropout", "classifier_dropout_prob", "seq_classif_d
 
 
 def load_with_head(
-    cls: Any,
-    name: str,
-    head_dropout: float | None,
-    random_weights: bool = False,
-    labels: Sequence[str] = (),
-    **settings: Any,
+    cls: Any, name: str, head_dropout: float | None, random_weights=False, labels: Sequence[str] = (), **settings: Any
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, with `labels` (of the outputs) and `settings` in its config.
     The head is fresh if missing, of another size, or with the same labels in another order, else kept (see the log);

@@ -51,15 +51,7 @@ def positions_within(begins: torch.Tensor, first_position: int) -> torch.Tensor:
 
 
 def varlen_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers: (1, heads, tokens, head_size) to (1, tokens, heads, head_size). Without
     sequence lengths, as in a forward pass without labels: SDPA over padded rows."""

@@ -8,14 +8,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
+from transformers.models.auto import modeling_auto as auto
 
 from roberta_recipe.errors import InputError
 
@@ -77,12 +72,13 @@ class AutoModelWithAnswerability:
 def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The question-answering class of a config. Raises `ValueError` if transformers has none, and `InputError` for a
     decoder: its first token does not attend to the others."""
-    if type(config) not in MODEL_FOR_QUESTION_ANSWERING_MAPPING:
+    if type(config) not in auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING:
         raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
-    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    kind = type(config)
+    is_decoder = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING
     if config.is_encoder_decoder or is_decoder:
         raise InputError(
             f"no_answer=classifier reads the first token, which attends to no other in a {config.model_type!r} model: "
             "--no_answer null_score"
         )
-    return MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
+    return auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]

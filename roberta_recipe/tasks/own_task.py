@@ -1,5 +1,6 @@
 """Tasks on the user's tables: CSV, TSV, JSON lines, Parquet, a dataset on the Hub; classification and regression."""
 
+import contextlib
 import csv
 import io
 import math
@@ -115,9 +116,7 @@ def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict:
     else:
         tables = _of_hub(args, splits)
     if do_predict and "test" not in tables:
-        raise InputError(
-            f"do_predict: {args.train_file or args.dataset_name} comes without a test set; name a test_file"
-        )
+        raise InputError(f"do_predict: {args.train_file or args.dataset_name} has no test set; name a test_file")
     if empty := [where for where, rows in tables.values() if not rows]:
         raise InputError(f"{empty[0]} has no rows")
     return tables
@@ -212,10 +211,8 @@ def _number(value: Any) -> int | float | None:
     if not isinstance(value, str):
         return None if isinstance(value, bool) else value
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(value)
-        except ValueError:
-            pass
     return None
 
 

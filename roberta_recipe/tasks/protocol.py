@@ -17,36 +17,15 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from roberta_recipe import durable
+from roberta_recipe import record as records
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import counted, is_first_process, log_once, logger
 from roberta_recipe.model import attention, weights
-from roberta_recipe.record import (
-    BEST_NAME,
-    RECORD_NAME,
-    SUMMARY_NAME,
-    Baseline,
-    DatasetCard,
-    FinetuneRecord,
-    Summary,
-    percent,
-    picked_setting,
-    read_record,
-    run_record,
-    write_preset,
-    write_record,
-)
 from roberta_recipe.settings import fixed_values, names_in, parse, shown_names, value_of
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
-from roberta_recipe.training import (
-    arguments,
-    batch,
-    checkpoint,
-    finetune_trainer,
-    launch_checks,
-    optimizers,
-)
+from roberta_recipe.training import arguments, batch, checkpoint, finetune_trainer, launch_checks, optimizers
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -60,7 +39,7 @@ class Job:
 
     name: str  # in the records
     metric: str  # selects the best epoch and setting, by its highest value
-    dataset: DatasetCard  # for the model card
+    dataset: records.DatasetCard  # for the model card
     tokenizer: PreTrainedTokenizerBase
     build_model: Callable[[], torch.nn.Module]
     features: dict[str, list[dict]]  # by split: "train", those of `validation` and `tests`
@@ -73,22 +52,15 @@ class Job:
     degenerate: Callable[[np.ndarray], bool]  # validation scores -> whether all predictions are the same
     answers: Callable[[np.ndarray], list[dict[str, Any]]]  # validation scores -> rows for `summaries.write_answers`
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
-    baseline: Baseline | None  # the same answer to every example
+    baseline: records.Baseline | None  # the same answer to every example
     found: dict[str, Any]  # counts for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
     test_hash: str = ""  # hash of the test set: stored scores of another are ignored
 
     def about(self, *filled: Any) -> dict[str, Any]:
         """The fields that run records and the summary share; `filled`: argument dataclasses."""
-        return {
-            "task": self.name,
-            "metric": self.metric,
-            "dataset": self.dataset,
-            "scored_examples": self.scored_examples,
-            "baseline": self.baseline,
-            **self.found,
-            "shown_args": shown_names(*filled),
-        }
+        same = {name: getattr(self, name) for name in ("metric", "dataset", "scored_examples", "baseline")}
+        return {"task": self.name, **same, **self.found, "shown_args": shown_names(*filled)}
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
@@ -170,9 +142,7 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
 
 def preset_runs(args: FinetuneArguments, training_args: FinetuneTrainingArguments) -> list[Run]:
     """A run per seed at the given learning rate and batch size."""
-    size = args.global_batch_size
-    if size is None:
-        size, _ = batch.derive_batch(training_args, None)
+    size = batch.derive_batch(training_args, None)[0] if args.global_batch_size is None else args.global_batch_size
     return summaries.runs_of([training_args.learning_rate], [size], args.seeds, training_args.output_dir)
 
 
@@ -184,7 +154,7 @@ def run_all(
     after_run: Callable[[Path, str], futures.Future | None] | None,
     preset: str,
     extra_flags: tuple[str, ...] = (),
-) -> list[FinetuneRecord]:
+) -> list[records.FinetuneRecord]:
     """Train the runs and return their records; a finished run's is read from disk. `read`: the script's
     `read_arguments`, `preset`: its default.
 
@@ -199,7 +169,7 @@ def run_all(
         durable.lock(folder)
         for path in (folder, *(run.output_dir for run in runs)):
             durable.remove_stale(path)
-    records: list[FinetuneRecord] = []
+    results: list[records.FinetuneRecord] = []
     upload: futures.Future | None = None
     for number, run in enumerate(runs, 1):
         flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
@@ -208,20 +178,20 @@ def run_all(
         at_most, processes = training_args.per_device_train_batch_size, training_args.world_size
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
         arguments.derive(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
-        if not records:
+        if not results:
             announce(argv, preset, runs, training_args, len(job.features["train"]))
         was_finished = is_finished(run)
         ahead = [later for later in runs[number:] if not is_finished(later)]
-        records.append(finetune(run, ahead, job, (args, training_args), resolved))
+        results.append(finetune(run, ahead, job, (args, training_args), resolved))
         if upload:
             futures.wait([upload])  # before weights are deleted
-        so_far = summaries.summarise(runs[:number], records, job.metric)
+        so_far = summaries.summarise(runs[:number], results, job.metric)
         if training_args.process_index == 0:
             drop_weights(args.keep, runs[:number], [row["best_run"] for row in so_far["settings"]])
         if after_run and runs[0].setting == runs[-1].setting and number < len(runs) and not was_finished:
-            best = Path(picked_setting(so_far)["best_run"])
+            best = Path(records.picked_setting(so_far)["best_run"])
             upload = after_run(best, f"Best of {counted(number, 'run')} of {len(runs)}")
-    return records
+    return results
 
 
 def announce(
@@ -242,7 +212,9 @@ def announce(
     )
 
 
-def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: dict[str, Any]) -> FinetuneRecord:
+def finetune(
+    run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: dict[str, Any]
+) -> records.FinetuneRecord:
     """Train and score a run, or read a finished run's record; `ahead`: the following runs, for the ETA."""
     args, training_args = filled
     started_s = time.monotonic()
@@ -251,9 +223,9 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
     fingerprint = {**fixed_values(args), **fixed_values(training_args), **job.inputs}
     record = finished(run, fingerprint)
     scored = not (training_args.do_predict and job.tests) or summaries.read_test_scores(run, job.test_hash) is not None
-    has_weights = (run.output_dir / BEST_NAME / finetune_trainer.WEIGHTS).is_file()
+    has_weights = (run.output_dir / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file()
     if record and (scored or not has_weights):  # without weights, `all_test_scores` names the missing scores
-        logger.info(f"Done        {run.output_dir}: {job.metric} {percent(record['metrics'][job.metric])}")
+        logger.info(f"Done        {run.output_dir}: {job.metric} {records.percent(record['metrics'][job.metric])}")
         return record
     steps = [steps_of(training_args, len(job.features["train"]), each.batch) for each in (run, *ahead)]
     if not record:
@@ -284,7 +256,7 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
         trainer.stopping.end_if_stopped()
     metrics, best = score(trainer, job, record["metrics"][job.metric] if record else trainer.best_score)
     if not record:
-        record = run_record(
+        record = records.run_record(
             trainer,
             metrics,
             **job.about(args, training_args),
@@ -294,8 +266,8 @@ def finetune(run: Run, ahead: list[Run], job: Job, filled: Arguments, resolved: 
             wall_clock_s=round(time.monotonic() - started_s, 1),
         )
         if trainer.is_world_process_zero():
-            write_preset(resolved, training_args.output_dir)
-            write_record(record, Path(training_args.output_dir) / RECORD_NAME)
+            records.write_preset(resolved, training_args.output_dir)
+            records.write_record(record, Path(training_args.output_dir) / records.RECORD_NAME)
             for path in checkpoint.all_folders(training_args.output_dir):  # a finished run needs no checkpoint
                 shutil.rmtree(path)
     trainer.stopping.end_if_signaled()  # on all ranks, so that none reads test scores that rank 0 has not yet written
@@ -318,8 +290,8 @@ def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dic
     metrics = job.measure(job.validation[0], best, best)
     if (value := summaries.comparable(metrics[job.metric])) != summaries.comparable(picked):
         raise InputError(
-            f"{folder}/{BEST_NAME} is not this run's best epoch: its {job.metric} is {value}, not {picked}. Move "
-            f"{folder} away to run it again"
+            f"{folder}/{records.BEST_NAME} is not this run's best epoch: its {job.metric} is {value}, not {picked}. "
+            f"Move {folder} away to run it again"
         )
     for split in job.validation[1:]:
         others = job.measure(split, trainer.scores(job.features[split]), best)
@@ -344,14 +316,14 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
 
 
 def finish(
-    filled: Arguments, resolved: dict[str, Any], runs: list[Run], records: list[FinetuneRecord], job: Job
-) -> Summary:
+    filled: Arguments, resolved: dict[str, Any], runs: list[Run], results: list[records.FinetuneRecord], job: Job
+) -> records.Summary:
     """Write the summary of all runs and the best run's validation predictions; delete weights by `keep`. Rank 0 alone
     reads stored scores, as it deletes them, and has `tests` in its summary."""
     args, training_args = filled
-    scores = summaries.summarise(runs, records, job.metric)
-    summary: Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
-    picked = picked_setting(summary)
+    scores = summaries.summarise(runs, results, job.metric)
+    summary: records.Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
+    picked = records.picked_setting(summary)
     if training_args.process_index == 0:
         if training_args.do_predict and job.labelled_tests:
             chosen = summaries.of_setting(runs, picked)
@@ -360,23 +332,23 @@ def finish(
             )
         drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
-        if durable.damage(best / BEST_NAME, (finetune_trainer.SCORES,)) is None:
+        if durable.damage(best / records.BEST_NAME, (finetune_trainer.SCORES,)) is None:
             rows = job.answers(finetune_trainer.validation_scores(best))
             summaries.write_answers(best / summaries.ANSWERS_NAME, rows)
-        write_record(summary, runs[0].output_dir.parent / SUMMARY_NAME)
+        records.write_record(summary, runs[0].output_dir.parent / records.SUMMARY_NAME)
     return summary
 
 
 def is_finished(run: Run) -> bool:
-    return (run.output_dir / RECORD_NAME).is_file()
+    return (run.output_dir / records.RECORD_NAME).is_file()
 
 
-def finished(run: Run, fingerprint: dict[str, Any]) -> FinetuneRecord | None:
+def finished(run: Run, fingerprint: dict[str, Any]) -> records.FinetuneRecord | None:
     """The record of a finished run; None for one to start or resume. Raises `InputError` if its settings are others."""
     if not is_finished(run):
         return None
     advice = f"move {run.output_dir} away to run it again"
-    record = read_record(run.output_dir / RECORD_NAME, ("metrics", "fingerprint", "shown_args"), advice)
+    record = records.read_record(run.output_dir / records.RECORD_NAME, ("metrics", "fingerprint", "shown_args"), advice)
     if changed := durable.differences(record["fingerprint"], fingerprint):
         raise InputError(
             f"{run.output_dir} has a run with other settings: {'; '.join(changed.values())}. Name another output_dir, "
@@ -389,4 +361,4 @@ def drop_weights(keep: str, runs: list[Run], best: list[str]) -> None:
     """Delete the weights of runs outside the folders `best`, or of all with `keep` "none". Records and scores stay."""
     for run in runs:
         if keep == "none" or (keep == "best" and str(run.output_dir) not in best):
-            durable.keep_only(run.output_dir / BEST_NAME, finetune_trainer.SCORES)
+            durable.keep_only(run.output_dir / records.BEST_NAME, finetune_trainer.SCORES)

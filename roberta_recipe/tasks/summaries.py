@@ -12,19 +12,8 @@ from typing import Any
 import numpy as np
 
 from roberta_recipe import durable
+from roberta_recipe import record as records
 from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.record import (
-    BEST_NAME,
-    SUMMARY_NAME,
-    Baseline,
-    FinetuneRecord,
-    Scores,
-    SettingScores,
-    Summary,
-    TestScores,
-    percent,
-    picked_setting,
-)
 from roberta_recipe.training.finetune_trainer import WEIGHTS, validation_scores
 
 ANSWERS_NAME = "validation_answers.tsv"  # in the folder of the best run
@@ -53,17 +42,17 @@ def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir
     ]
 
 
-def of_setting(runs: list[Run], row: SettingScores) -> list[Run]:
+def of_setting(runs: list[Run], row: records.SettingScores) -> list[Run]:
     """The runs with the learning rate and batch size of `row`."""
     return [run for run in runs if run.setting == (row["learning_rate"], row["global_batch_size"])]
 
 
-def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> dict[str, Any]:
+def summarise(runs: list[Run], results: list[records.FinetuneRecord], metric: str) -> dict[str, Any]:
     """Scores of a `Summary`: median and spread of `metric` over seeds by setting; the setting of the best median."""
-    by_setting: dict[tuple[float, int], dict[Run, FinetuneRecord]] = {}
-    for run, record in zip(runs, records, strict=True):
+    by_setting: dict[tuple[float, int], dict[Run, records.FinetuneRecord]] = {}
+    for run, record in zip(runs, results, strict=True):
         by_setting.setdefault(run.setting, {})[run] = record
-    rows: list[SettingScores] = []
+    rows: list[records.SettingScores] = []
     for (rate, size), scored in by_setting.items():
         scores = over_seeds({run.seed: record["metrics"] for run, record in scored.items()}, metric)
         rows.append(
@@ -78,7 +67,7 @@ def summarise(runs: list[Run], records: list[FinetuneRecord], metric: str) -> di
     return {"metric": metric, "settings": rows, "picked": max(range(len(rows)), key=lambda n: rows[n]["median"])}
 
 
-def over_seeds(metrics: dict[int, dict[str, float | None]], metric: str) -> Scores:
+def over_seeds(metrics: dict[int, dict[str, float | None]], metric: str) -> records.Scores:
     """Median and spread of `metric`, and the medians of all metrics, from metrics by seed."""
     seeds = {seed: comparable(values[metric]) for seed, values in metrics.items()}
     names = next(iter(metrics.values()))
@@ -99,7 +88,7 @@ def comparable(value: float | None) -> float:
 
 def majority_answer(
     labels: dict[str, list[Any]], names: Sequence[str], measure: Callable[[str, np.ndarray], dict[str, float]]
-) -> Baseline | None:
+) -> records.Baseline | None:
     """The majority baseline: metrics of the first validation split's most frequent label as the prediction for every
     example. `labels`: by split; `names`: of the classes; `measure`: metrics of (split, predictions (examples,)). None
     without `names`: for a regression, correlation is undefined. Raises `InputError` for an empty split."""
@@ -182,12 +171,8 @@ def all_test_scores(runs: list[Run], test_hash: str) -> list[dict[str, np.ndarra
 
 
 def summarise_tests(
-    runs: list[Run],
-    test_hash: str,
-    splits: dict[str, int],
-    measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]],
-    metric: str,
-) -> dict[str, TestScores]:
+    runs: list[Run], test_hash: str, splits: dict[str, int], measure: Callable[..., dict[str, float]], metric: str
+) -> dict[str, records.TestScores]:
     """Median and spread on labelled test splits, over the runs with stored scores; `splits`: numbers of examples;
     `measure`: `Job.measure`. Raises `InputError` if no run has scores."""
     scored = [run for run in runs if read_test_scores(run, test_hash)] or runs
@@ -200,48 +185,48 @@ def summarise_tests(
     return {split: {**over_seeds(metrics[split], metric), "examples": count} for split, count in splits.items()}
 
 
-def table(summary: Summary, paper: str, others: tuple[str, ...] = ()) -> str:
+def table(summary: records.Summary, paper: str, others: tuple[str, ...] = ()) -> str:
     """The printed summary: a line per setting (median, spread, seeds, medians of the metrics `others`), the line
     `paper`, the majority baseline, the test sets, and the best run's files."""
     metric, settings = summary["metric"], summary["settings"]
     lines = [f"\n{summary['task']}, validation {metric} x 100"]
     lines += [f"{'rate':>10}{'batch':>7}{'median':>8}{'lowest':>8}{'highest':>9}  seeds"]
     for number, row in enumerate(settings):
-        seeds = ", ".join(f"{seed}: {percent(value)}" for seed, value in row["seeds"].items())
+        seeds = ", ".join(f"{seed}: {records.percent(value)}" for seed, value in row["seeds"].items())
         picked = number == summary["picked"] and len(settings) > 1
         lines.append(
-            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{percent(row['median']):>8}"
-            f"{percent(row['lowest']):>8}{percent(row['highest']):>9}  {seeds}"
+            f"{row['learning_rate']:>10g}{row['global_batch_size']:>7}{records.percent(row['median']):>8}"
+            f"{records.percent(row['lowest']):>8}{records.percent(row['highest']):>9}  {seeds}"
             f"{'  <- best median, picked on validation' * picked}"
         )
         if others:
-            medians = ", ".join(f"{name} {percent(row['medians'][name])}" for name in others)
+            medians = ", ".join(f"{name} {records.percent(row['medians'][name])}" for name in others)
             lines.append(f"{'':>10}medians: {medians}")
         if row["degenerate_seeds"]:
             listed = ", ".join(map(str, row["degenerate_seeds"]))
             lines.append(f"{'':>10}degenerate (the same prediction for every example): seed {listed}")
     lines += [line for line in (paper, _majority_line(summary)) if line]
     lines += test_set_lines(summary)
-    best = Path(picked_setting(summary)["best_run"])
-    if (best / BEST_NAME / WEIGHTS).is_file():
-        lines.append(f"best epoch  {best / BEST_NAME}")
-    lines += [f"answers     {best / ANSWERS_NAME}", f"summary     {best.parent / SUMMARY_NAME}"]
+    best = Path(records.picked_setting(summary)["best_run"])
+    if (best / records.BEST_NAME / WEIGHTS).is_file():
+        lines.append(f"best epoch  {best / records.BEST_NAME}")
+    lines += [f"answers     {best / ANSWERS_NAME}", f"summary     {best.parent / records.SUMMARY_NAME}"]
     return "\n".join(lines)
 
 
-def test_set_lines(summary: Summary) -> list[str]:
+def test_set_lines(summary: records.Summary) -> list[str]:
     """A line for each labelled test split, with its medians."""
     lines = []
     for split, scores in summary.get("tests", {}).items():
-        medians = ", ".join(f"{name} {percent(value)}" for name, value in scores["medians"].items())
+        medians = ", ".join(f"{name} {records.percent(value)}" for name, value in scores["medians"].items())
         seeds = ", ".join(map(str, scores["seeds"]))
         lines.append(f"{split} set ({scores['examples']:,} examples), medians of seeds {seeds}: {medians}")
     return lines
 
 
-def _majority_line(summary: Summary) -> str:
+def _majority_line(summary: records.Summary) -> str:
     """The majority baseline's score, with warnings: no seed is above it; the best seed is degenerate."""
-    row = picked_setting(summary)
+    row = records.picked_setting(summary)
     best = max(row["seeds"], key=row["seeds"].get)
     value = (summary["baseline"] or {"metrics": {}})["metrics"].get(summary["metric"])
     warnings = ["no seed is above it"] if value is not None and row["highest"] <= value else []
@@ -249,5 +234,5 @@ def _majority_line(summary: Summary) -> str:
         warnings.append(f"the saved model, seed {best}, predicts the same for every example")
     if value is None:
         return f"Warning: {warnings[0]}" if warnings else ""
-    line = f"Majority answer: {percent(value)} (always {summary['baseline']['answer']})"
+    line = f"Majority answer: {records.percent(value)} (always {summary['baseline']['answer']})"
     return f"{line}: {'; '.join(warnings)}" if warnings else line

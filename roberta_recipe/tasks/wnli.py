@@ -168,8 +168,7 @@ def _phrase_cost(phrase: Sequence[str], queries: Iterable[str]) -> float:
 
 
 def _prefix_costs(wanted: Sequence[str], words: Sequence[str]) -> list[float]:
-    """The cost of aligning each prefix of `wanted`, from none to all, with a suffix of `words` (edit distance with
-    affine gaps)."""
+    """The cost of aligning each prefix of `wanted`, from none to all, with a suffix of `words` (affine gaps)."""
     row = [0.0] * (len(words) + 1)  # by number of `words` consumed
     added = [math.inf] * len(row)  # the same, ending in an insertion
     costs = [row[-1]]

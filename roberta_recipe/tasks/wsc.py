@@ -166,11 +166,7 @@ def build_features(
             raise InputError(f"{schema.where}: the tokenizer has no tokens for the phrase {phrase!r}; leave it out")
         inputs.append([tokenizer.mask_token_id if hit else token for token, hit in zip(ids, inside, strict=True)])
         targets.append([token if hit else IGNORED for token, hit in zip(ids, inside, strict=True)])
-    return {
-        "input_ids": inputs,
-        "targets": targets,
-        "label": IGNORED if schema.label is None else int(schema.label),
-    }
+    return {"input_ids": inputs, "targets": targets, "label": IGNORED if schema.label is None else int(schema.label)}
 
 
 def training_features(features: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:

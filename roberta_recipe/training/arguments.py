@@ -18,41 +18,30 @@ from roberta_recipe.model import architectures, attention, objectives
 from roberta_recipe.settings import Flag, Pairs, setting
 from roberta_recipe.training import batch, optimizers
 
-# Every flag of transformers 5.23's `TrainingArguments`, by resume scope (`Flag`).
-# "fixed": they change the weights
-_OPTIMIZATION = (
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim", "adam_beta1"),
-    *("adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "optim_args", "bf16", "fp16", "seed"),
-)
-_ALSO_FIXED = (
-    *("lr_scheduler_kwargs", "optim_target_modules", "data_seed", "tf32", "neftune_noise_alpha"),
-    *("label_names", "label_smoothing_factor"),
-)
-# "layout": the split of a step over devices and micro-batches, and the kernels that compute it
-_LAYOUT = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "use_cpu"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
-    *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    *("full_determinism", "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    "ddp_backend",
-)
-# "free": data loading, logging, saving, evaluation; the weights do not depend on them
-_FREE = (
-    *("output_dir", "torch_empty_cache_steps", "ddp_timeout", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "length_column_name"),
-    *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "log_level"),
-    *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
-    *("trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-    *("prediction_loss_only", "eval_on_start", "eval_use_gather_object", "eval_accumulation_steps"),
-    *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps", "save_total_limit"),
-    *("skip_memory_metrics", "do_train", "do_eval", "do_predict"),
-    *("include_num_input_tokens_seen", "enable_jit_checkpoint", "dataloader_drop_last"),  # `_DONE_HERE`
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),  # of fine-tuning
-)
-_START = (
-    *("resume_from_checkpoint", "local_rank", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
-    *("hub_strategy", "hub_always_push", "hub_revision"),
-)
+# Every flag of transformers 5.23's `TrainingArguments`, by the arguments of its `Flag`
+_FLAGS: dict[tuple, str] = {
+    # they change the weights
+    ("fixed", True): """learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs optim adam_beta1
+        adam_beta2 adam_epsilon weight_decay max_grad_norm optim_args bf16 fp16 seed""",
+    ("fixed",): """lr_scheduler_kwargs optim_target_modules data_seed tf32 neftune_noise_alpha label_names
+        label_smoothing_factor""",
+    # the split of a step over devices and micro-batches, and the kernels that compute it
+    ("layout",): """per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size use_cpu
+        activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+        torch_compile torch_compile_backend torch_compile_mode full_determinism deepspeed ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend""",
+    # data loading, logging, saving, evaluation (the last lines: `_DONE_HERE`; of fine-tuning)
+    ("free",): """output_dir torch_empty_cache_steps ddp_timeout dataloader_num_workers dataloader_pin_memory
+        dataloader_prefetch_factor dataloader_persistent_workers length_column_name logging_strategy logging_steps
+        logging_first_step log_on_each_node log_level log_level_replica disable_tqdm report_to run_name project
+        trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+        prediction_loss_only eval_on_start eval_use_gather_object eval_accumulation_steps include_for_metrics
+        batch_eval_metrics save_strategy save_steps save_total_limit skip_memory_metrics do_train do_eval do_predict
+        include_num_input_tokens_seen enable_jit_checkpoint dataloader_drop_last
+        load_best_model_at_end metric_for_best_model greater_is_better""",
+    ("start",): """resume_from_checkpoint local_rank push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
+        hub_always_push hub_revision""",
+}
 # "locked": other values would repeat work of this recipe, or write checkpoints that cannot be resumed
 _LOCKED = {
     "the loss is normalised over all processes": ("average_tokens_across_devices",),
@@ -77,11 +66,7 @@ _LOCKED = {
 }
 _LAST_STEP = "pretraining keeps its last step, after the learning rate's decay; earlier checkpoints stay"
 TRAINER_FLAGS: dict[str, Flag] = {
-    **{name: Flag("fixed", shown=True) for name in _OPTIMIZATION},
-    **{name: Flag("fixed") for name in _ALSO_FIXED},
-    **{name: Flag("layout") for name in _LAYOUT},
-    **{name: Flag("free") for name in _FREE},
-    **{name: Flag("start") for name in _START},
+    **{name: Flag(*declared) for declared, names in _FLAGS.items() for name in names.split()},
     **{name: Flag("locked", because=reason) for reason, names in _LOCKED.items() for name in names},
 }
 # done by this recipe: SIGTERM saves the step; tokens are counted without a synchronization per micro-batch; training

@@ -4,7 +4,6 @@ each tensor takes a file descriptor (in /dev/shm), and one per micro-batch would
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -77,14 +76,7 @@ class MicroBatchLoader(torch.utils.data.DataLoader):
     """A `DataLoader` over `TrainBlocks`, with `micro_batches` as `collate_fn`. Yields micro-batches on `device`; calls
     `count` with each step's `count_consumed`. Waits for data within the context `waiting()`."""
 
-    def __init__(
-        self,
-        *args,
-        device: torch.device,
-        waiting: Callable[[], AbstractContextManager],
-        count: Callable[[np.ndarray], Any],
-        **kwargs,
-    ):
+    def __init__(self, *args, device: torch.device, waiting: Callable, count: Callable, **kwargs):
         super().__init__(*args, **kwargs)
         self.device, self.waiting, self.count = device, waiting, count
 

@@ -162,7 +162,7 @@ class DurableTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """(micro-batches of a step, (objectives,): number of targets of each objective over all processes)."""
-        with self.throughput.waiting():
+        with self.throughput.timing("waited"):
             batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:  # end of the data; Trainer warns
             return batches, None

@@ -266,7 +266,7 @@ class FinetuneTrainer(DurableTrainer):
         return found
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        with self.throughput.excluded():
+        with self.throughput.timing("excluded"):
             scores = self.scores(self.eval_dataset)
             metrics = self.measure(scores)
             logged = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

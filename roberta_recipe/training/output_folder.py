@@ -5,25 +5,14 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
+from roberta_recipe import record as records
 from roberta_recipe.errors import InputError
-from roberta_recipe.record import (
-    HASHES_NAME,
-    HUB_NAME,
-    INDEX_NAME,
-    LOG_NAME,
-    PRESET_NAME,
-    RECORD_NAME,
-    SKIPPED_NAME,
-    TIME_LIMIT,
-    TOKENIZER_NAME,
-    read_record,
-)
 from roberta_recipe.training.checkpoint import all_folders
 from roberta_recipe.training.processes import on_first_process
 
 # files of a run that ended before its first checkpoint; "runs" is TensorBoard's
-_BEFORE_CHECKPOINT = {durable.LOCK_NAME, HASHES_NAME, PRESET_NAME, LOG_NAME, HUB_NAME, SKIPPED_NAME, INDEX_NAME}
-_BEFORE_CHECKPOINT |= {TOKENIZER_NAME, "runs"}
+_BEFORE_CHECKPOINT = {durable.LOCK_NAME, records.HASHES_NAME, records.PRESET_NAME, records.LOG_NAME, records.HUB_NAME}
+_BEFORE_CHECKPOINT |= {records.SKIPPED_NAME, records.INDEX_NAME, records.TOKENIZER_NAME, "runs"}
 
 
 def prepare(args: TrainingArguments, extend: bool) -> None:
@@ -36,9 +25,10 @@ def prepare(args: TrainingArguments, extend: bool) -> None:
 def _prepare(path: Path, max_steps: int) -> None:
     durable.make_folder(path)
     durable.lock(path)
-    if (path / RECORD_NAME).exists():
-        record = read_record(path / RECORD_NAME, ("steps", "stopped_by"), "name another folder with --output_dir")
-        if record["stopped_by"] != TIME_LIMIT and record["steps"] >= max_steps:
+    if (path / records.RECORD_NAME).exists():
+        advice = "name another folder with --output_dir"
+        record = records.read_record(path / records.RECORD_NAME, ("steps", "stopped_by"), advice)
+        if record["stopped_by"] != records.TIME_LIMIT and record["steps"] >= max_steps:
             raise InputError(
                 f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
                 "longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
@@ -49,7 +51,7 @@ class Throughput(TrainerCallback):
         self.args = args
         self.matrix_rate: float | None = None  # FLOP/s of this process's device
         self._since_s: float | None = None
-        self._excluded_s, self._waited_s, self._tokens, self._flops = 0.0, 0.0, 0, 0.0
+        self._seconds, self._tokens, self._flops = Counter(), 0, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Measure `matrix_rate`."""
@@ -66,18 +68,11 @@ class Throughput(TrainerCallback):
             self._restart()
 
     @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Context for work that is not training; its time is not counted."""
+    def timing(self, what: Literal["excluded", "waited"]) -> Iterator[None]:
+        """Context for work that is not training, whose time is not counted, or of a wait for data (`data_wait`)."""
         start_s = time.monotonic()
         yield
-        self._excluded_s += time.monotonic() - start_s
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context of a wait for data, for `data_wait`."""
-        start_s = time.monotonic()
-        yield
-        self._waited_s += time.monotonic() - start_s
+        self._seconds[what] += time.monotonic() - start_s
 
     def count(self, tokens: int, flops: float | None) -> None:
         """Add the work of all processes; `flops` is None for an architecture without a formula."""
@@ -85,12 +80,11 @@ class Throughput(TrainerCallback):
         self._flops += math.nan if flops is None else flops
 
     def figures(self) -> dict[str, float]:
-        """`tokens_per_second`, `data_wait` (share of this process's time) and, if the FLOPs are known, `mfu` since the
-        last call."""
-        elapsed_s = time.monotonic() - self._since_s - self._excluded_s
+        """`tokens_per_second`, `data_wait` (share of this process's time) and, if known, `mfu` since the last call."""
+        elapsed_s = time.monotonic() - self._since_s - self._seconds["excluded"]
         figures = {
             "tokens_per_second": round(self._tokens / elapsed_s),
-            "data_wait": round(self._waited_s / elapsed_s, 4),
+            "data_wait": round(self._seconds["waited"] / elapsed_s, 4),
         }
         if not math.isnan(self._flops):
             if self.args.device.type == "cpu":  # a GPU may have no free memory for the probe
@@ -101,5 +95,4 @@ class Throughput(TrainerCallback):
         return figures
 
     def _restart(self) -> None:
-        self._since_s, self._excluded_s, self._waited_s = time.monotonic(), 0.0, 0.0
-        self._tokens, self._flops = 0, 0.0
+        self._since_s, self._seconds, self._tokens, self._flops = time.monotonic(), Counter(), 0, 0.0
