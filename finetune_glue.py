@@ -37,7 +37,7 @@ from roberta_recipe.log import Bar, counted, listed, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
-from roberta_recipe.settings import Pairs, setting, value_of
+from roberta_recipe.settings import Pairs, names_in, setting, value_of
 from roberta_recipe.tasks import glue, glue_scores, own_task, protocol, qnli_ranking, summaries, wnli, wsc
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
@@ -49,6 +49,7 @@ TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; each run of the grid is a plain run
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
+SET_BY_SWEEP = ("learning_rate", "global_batch_size", "max_steps", "num_train_epochs", "warmup_steps")
 
 
 @dataclass
@@ -136,7 +137,10 @@ def main(argv: list[str] | None = None) -> Summary:
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.FinetuneTrainingArguments], dict]:
-    return protocol.read_arguments(GlueArguments, argv, default_preset(argv), __doc__)
+    (args, training_args), resolved = protocol.read_arguments(GlueArguments, argv, default_preset(argv), __doc__)
+    if args.sweep and (given := sorted(names_in(argv) & set(SET_BY_SWEEP))):
+        raise InputError(f"--{given[0]} has no effect beside --sweep, whose grid sets it: leave one of them out")
+    return (args, training_args), resolved
 
 
 def default_preset(argv: list[str]) -> str:
@@ -366,13 +370,14 @@ def make_features(
         for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
             some = slice(first, first + TOGETHER)
             texts = [list(column) for column in zip(*examples.texts[some], strict=True)]
-            encoded = encode(*texts, truncation=True, max_length=args.max_seq_length, return_overflowing_tokens=True)
-            # the tokens that do not fit follow as further rows of the same example
-            _, rows, pieces = np.unique(encoded["overflow_to_sample_mapping"], return_index=True, return_counts=True)
+            encoded = encode(*texts, truncation=True, max_length=args.max_seq_length)
             features[split] += [
-                {**compact(encoded, row), **targets(task, label)} for row, label in zip(rows, labels[some], strict=True)
+                {**compact(encoded, row), **targets(task, label)} for row, label in enumerate(labels[some])
             ]
-            longer += int((pieces > 1).sum())
+            # not by `return_overflowing_tokens`: of a long pair, it returns each window of one with each of the other
+            full = [row for row, ids in enumerate(encoded["input_ids"]) if len(ids) == args.max_seq_length]
+            whole = encode(*([column[row] for row in full] for column in texts), verbose=False) if full else {}
+            longer += sum(len(ids) > args.max_seq_length for ids in whole.get("input_ids", []))
         cut[f"cut to {args.max_seq_length} in {split}"] = longer
     return features, cut
 
@@ -428,7 +433,7 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenize
         collator=form.collator,
         loss_sum=form.loss_sum,
         measure=lambda split, scores, of_validation: measure(task, form, split, scores, of_validation, data),
-        degenerate=lambda scores: len(np.unique(form.predictions(validation[0], scores, scores).round(3), axis=0)) == 1,
+        degenerate=lambda scores: degenerate(task, form, validation[0], scores),
         answers=lambda scores: answers_of(task, form, validation[0], scores, data),
         scored_examples={split: len(of_split) for split, of_split in labels.items()},
         baseline=summaries.majority_answer(
@@ -440,6 +445,12 @@ def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenize
         inputs=protocol.inputs_fingerprint(args, tokenizer, [*rows, task.labels, task.metrics]),
         test_hash=durable.fingerprint(tests),
     )
+
+
+def degenerate(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray) -> bool:
+    """Whether all predictions are the same, to 1/1000 of the scale of a regression."""
+    predictions = form.predictions(split, scores, scores) if task.labels else scores.round(3)
+    return len(np.unique(predictions, axis=0)) == 1
 
 
 def paper_line(name: str) -> str:

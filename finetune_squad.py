@@ -158,6 +158,8 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")
+    if training_args.do_predict:
+        raise InputError("do_predict has no effect: predictions.json has the validation set's answers in every run")
     if bool(args.train_file) != bool(args.validation_file):
         raise InputError("train_file and validation_file go together: name both")
     protocol.check_arguments(args, training_args, "f1", classifies=False)

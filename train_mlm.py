@@ -29,6 +29,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, stream
@@ -176,9 +177,13 @@ def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
     """Train the tokenizer of the demonstration, or of a run that names none, unless it exists."""
-    trains = pretraining.is_demonstration(argv) or args.tokenizer_name == run_tokenizer_folder(training_args)
-    if not trains or resolve_path(args.tokenizer_name).exists():
+    folder, own = Path(args.tokenizer_name), args.tokenizer_name == run_tokenizer_folder(training_args)
+    if not own:  # a run's own tokenizer is not looked up in the repository, which may hold another run of that name
+        folder = resolve_path(folder)
+    if folder.exists() or not (own or pretraining.is_demonstration(argv)):
         return
+    durable.make_folder(folder.parent, "tokenizer_name")
+    durable.check_output_file(folder, "tokenizer_name", "name an existing tokenizer, or start in a folder of your own")
     from roberta_recipe.data import tokenizer_training
 
     config = weights.fresh_config(args.config_name, args.config_overrides)

@@ -1,5 +1,6 @@
 """Run records: types of `run_record.json`, `summary.json` and `blimp.json`; names of the files in a run folder."""
 
+import functools
 import json
 import math
 import os
@@ -9,13 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import yaml
+import torch
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
 from roberta_recipe.input_files import ROOT, read_input_json
 from roberta_recipe.log import is_first_process
+from roberta_recipe.settings import dump_yaml
 
 RECORD_NAME, PRESET_NAME, CURVE_NAME = "run_record.json", "preset.yaml", "loss_curve.png"
 LOG_NAME = "log.jsonl"  # all log entries, one per line
@@ -226,6 +228,7 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
     trainer.count_consumed()
     tokens, history = trainer.state.num_input_tokens_seen, trainer.state.log_history
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
+    on_gpu, processes = trainer.args.device.type == "cuda", trainer.args.world_size
     return {
         "metrics": metrics,
         "steps": trainer.state.global_step,
@@ -246,7 +249,7 @@ def run_record(trainer: Any, metrics: dict[str, Any], **others: Any) -> Any:
         **others,
         "versions": versions(),
         "commit": git_commit(),
-        "hardware": describe_machine(),
+        "hardware": {**describe_machine(), "gpus": [torch.cuda.get_device_name()] * processes if on_gpu else []},
     }
 
 
@@ -256,8 +259,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
+@functools.cache
 def git_commit() -> str | None:
-    """The recipe's commit, with "-dirty" for uncommitted changes; None outside of its own repository."""
+    """The recipe's commit at the first call, with "-dirty" for uncommitted changes; None outside of its own
+    repository."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return None
@@ -288,8 +293,7 @@ def portable(value: Any) -> Any:
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:
     """Write the resolved arguments as `<output_dir>/preset.yaml`, for `--config`, on rank 0."""
     if is_first_process():
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        durable.write_text(Path(output_dir) / PRESET_NAME, text)
+        durable.write_text(Path(output_dir) / PRESET_NAME, dump_yaml(values))
 
 
 def write_record(record: RunRecord | Summary | BlimpRecord, path: Path) -> None:

@@ -279,11 +279,21 @@ class _PresetLoader(yaml.SafeLoader):
         return node
 
 
-_PresetLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+$"),
-    list("-+.0123456789"),
-)
+class _PresetDumper(yaml.SafeDumper):
+    """Quotes the strings that `_PresetLoader` would read as numbers."""
+
+
+for _class in (_PresetLoader, _PresetDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+$"),
+        list("-+.0123456789"),
+    )
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """The text of a YAML file for `load_yaml`."""
+    return yaml.dump(values, Dumper=_PresetDumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_yaml(text: str, where: str) -> Any:

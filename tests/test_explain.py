@@ -10,7 +10,7 @@ import pytest
 from conftest import forked_ranks, make_documents, write_parquet
 
 import train_mlm
-from roberta_recipe import durable
+from roberta_recipe import durable, input_files
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
@@ -148,6 +148,18 @@ def test_a_text_with_control_characters_commands_no_terminal(preset, tmp_path, c
     explain.main(["--config", preset, "--train_file", write_parquet(tmp_path / "odd.parquet", texts)])
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "\\x1b" in shown
+
+
+def test_a_run_of_the_repository_from_another_directory(preset, tmp_path, monkeypatch):
+    """Its checkpoints and record are found with its preset."""
+    train(preset, *SAVING)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(input_files, "ROOT", tmp_path)
+    with pytest.raises(InputError, match="mlm_probability was"):
+        explain.main(["--output_dir", "run", "--step", "3", "--mlm_probability", "0.3"])
+    assert explain.main(["--output_dir", "run", "--step", "3"])
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):

@@ -3,6 +3,7 @@
 import csv
 import re
 import shutil
+import types
 import zipfile
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.model import task_heads
 from roberta_recipe.publishing import card
 from roberta_recipe.settings import load_yaml
-from roberta_recipe.tasks import glue, summaries
+from roberta_recipe.tasks import glue, protocol, summaries
 from roberta_recipe.tasks.glue import TASKS
+from roberta_recipe.training import finetune_trainer
 from tools import glue_table
 
 
@@ -176,10 +178,14 @@ def test_test_sets_with_labels_are_measured(flags, tmp_path, data_dir, name, cap
 
 
 def test_the_papers_grid(flags, tmp_path, capsys):
-    sizes = ["--per_device_train_batch_size", 32, "--global_batch_size", 32]  # more than the grid's first, 16
-    grid = ["--sweep", "--seeds", 3, *sizes]
+    argv = flags("rte", "--sweep", "--seeds", 3)
+    for name in sorted({"global_batch_size", "learning_rate", "max_steps", "warmup_steps"}):
+        with pytest.raises(InputError, match=f"--{name} has no effect beside --sweep"):
+            finetune_glue.main(argv)
+        at = argv.index(f"--{name}")
+        del argv[at : at + 2]
     with pytest.raises(InputError, match="global_batch_size=32 is more than the 24 training examples"):
-        finetune_glue.main(flags("rte", *grid))
+        finetune_glue.main(argv)
     said = capsys.readouterr().err
     grid = "learning rate 1e-05, 2e-05, 3e-05, batch 16, 32, 10 epochs (10 steps), warm-up 6% of the steps, seeds 3\n"
     assert f"presets/glue/rte.yaml: {grid}" in said
@@ -217,6 +223,27 @@ def test_a_result_that_one_answer_to_everything_would_have_is_said():
     summary["baseline"] = {"answer": "positive", "metrics": {"accuracy": 0.57}}
     wanted = f"\nMajority answer: 57.0 (always positive): no seed is above it; {kept}\n"
     assert wanted in summaries.table(summary, "")
+
+
+def test_the_same_prediction_is_on_the_scale_of_the_scores():
+    task = glue.Task("", (), scale=(0.0, 0.001))
+    assert not finetune_glue.degenerate(task, None, "validation", np.array([0.2, 0.8]))
+    assert finetune_glue.degenerate(task, None, "validation", np.array([0.5, 0.50001]))
+
+
+def test_the_last_weights_stay(tmp_path, caplog):
+    """More seeds may make a run the best whose weights were deleted when another setting led."""
+    first, second, *_ = runs = summaries.runs_of([1e-5, 2e-5], [16], [1], tmp_path)
+    weights = second.output_dir / "best" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"")
+    (weights.parent / finetune_trainer.SCORES).write_bytes(b"")
+    durable.seal(weights.parent)
+    records = [{"metrics": {"accuracy": score}, "degenerate": False} for score in (0.9, 0.8)]
+    job = types.SimpleNamespace(metric="accuracy", about=lambda *_: {}, labelled_tests={})
+    args = types.SimpleNamespace(keep="best"), types.SimpleNamespace(do_predict=False, process_index=0)
+    protocol.finish(args, {}, runs, records, job)
+    assert weights.is_file() and f"{first.output_dir} has none" in caplog.text
 
 
 def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):
@@ -278,7 +305,8 @@ def summary_of(tmp_path, task, **changes):
     """A finished task of the protocol, with `changes` of its resolved arguments and, by `seeds`, of their number."""
     count = changes.pop("seeds", 5)
     values = load_yaml(ROOT / "presets" / "glue" / f"{task}.yaml")
-    args = {"layer_decay": 1.0, "random_weights": False, **values, "model_name_or_path": "runs/mine", **changes}
+    args = {"layer_decay": 1.0, "random_weights": False, "qnli_form": "classification", "optim": "adamw_torch_fused"}
+    args |= {**values, "model_name_or_path": "runs/mine", **changes}
     scores = {str(seed): 0.5 for seed in range(1, count + 1)}
     setting = {"learning_rate": 1e-5, "global_batch_size": 16, "seeds": scores, "median": 0.5}
     values = {"task": task, "settings": [setting], "picked": 0, "dataset": {"hub_id": "nyu-mll/glue"}}
@@ -297,3 +325,8 @@ def test_a_task_outside_of_the_protocol_is_marked_in_the_table(tmp_path, capsys)
     assert (
         f"* rte, not comparable with Table 5: {words}layer_decay=1.0; num_train_epochs=3.0 for max_steps=1560" in shown
     )
+    others = {"qnli_form": "ranking", "label_smoothing_factor": 0.1, "optim": "lamb", "optim_args": "a=1"}
+    for name, value in {**others, "neftune_noise_alpha": 5.0, "tokenizer_name": "roberta-base"}.items():
+        summary_of(tmp_path, "rte", **{name: value})
+        glue_table.main(["--folder", str(tmp_path)])
+        assert f"* rte, not comparable with Table 5: {name}={value} for " in capsys.readouterr().out

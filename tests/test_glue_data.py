@@ -94,17 +94,23 @@ def test_qnli_is_ranked_within_its_questions():
     assert total.item() == pytest.approx(wanted.item())
 
 
-def test_what_is_cut_is_counted(tokenizer):
+def test_what_is_cut_is_counted(tokenizer, monkeypatch):
     """The longer text of a pair is truncated; every example is a single feature."""
     long, short = " ".join(PLACES), PLACES[0]
-    examples = glue.Examples([(short, short), (long, short), (short, long)], [0, 1, 0])
+    examples = glue.Examples([(short, short), (long, short), (short, long), (long, long)], [0, 1, 0, 0])
     args = finetune_glue.GlueArguments(max_seq_length=24)
+
+    def compact(encoded, row):
+        assert len(encoded["input_ids"]) == 4  # not each window of one text with each window of the other
+        return finetune_trainer.compact(encoded, row)
+
+    monkeypatch.setattr(finetune_glue, "compact", compact)
     features, cut = finetune_glue.make_features(args, TASKS["rte"], {"train": examples}, tokenizer)
     lengths = [len(feature["input_ids"]) for feature in features["train"]]
-    assert lengths[0] < 24 and lengths[1:] == [24, 24] and cut == {"cut to 24 in train": 2}
+    assert lengths[0] < 24 and lengths[1:] == [24, 24, 24] and cut == {"cut to 24 in train": 3}
     whole = tokenizer(short).input_ids
     assert list(features["train"][1]["input_ids"][-len(whole) :]) == [tokenizer.eos_token_id, *whole[1:]]
-    assert [feature["labels"] for feature in features["train"]] == [0, 1, 0]
+    assert [feature["labels"] for feature in features["train"]] == [0, 1, 0, 0]
 
 
 def test_duplicates_are_counted():
@@ -145,7 +151,7 @@ BAD = {
     "micro-batch": (["--global_batch_size", "4"], "per_device_train_batch_size=8 is more than global_batch_size=4"),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
     "one seed's checkpoint": (["--resume_from_checkpoint", "r/checkpoint-9"], "None, not r/checkpoint-9: it is of one"),
-    "seed": (["--seed", "7"], "seed=7 has no effect beside seeds; use --seeds 7"),
+    "seed": (["--seed", "42", "--seeds", "1", "2"], "seed=42 has no effect beside seeds; use --seeds 42"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking has no effect on task_name=rte"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),

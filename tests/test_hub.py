@@ -417,7 +417,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
         **{"resolved_args": settings, "tokens_seen": 1000, "tokens_per_second": 10, "train_seconds": 100.0},
         **{"shown_args": ["max_seq_length", "seed", "temperature", "layer_decay", "max_grad_norm", "bf16"]},
         **{"versions": {"torch": "2"}, "commit": "abc", "fingerprint": {"weights": "a" * 16}},
-        **{"hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
+        **{"hardware": {"gpus": ["NVIDIA H200"] * 8, "cpu_cores": 16, "machine": "x86_64", "system": "Linux"}},
     }
     shown = cards.fine_tuned("me/sense", CONFIG, record, summary)
     head = shown.data.to_dict()

@@ -1,7 +1,9 @@
 """Own text, own checkpoint, stock command lines: the applied preset, tokenizer and number of steps are logged."""
 
 import contextlib
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from conftest import make_documents, write_text
 from transformers import AutoTokenizer
 
 import train_mlm
+from roberta_recipe import input_files
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import InputError
@@ -127,10 +130,31 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     assert again["metrics"]["eval_loss"] == record["metrics"]["eval_loss"]
 
 
-def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_path):
-    argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
+def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_path, monkeypatch):
+    """Not that of a run of the same name in the repository."""
+    (tmp_path / "repository" / "run" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "repository" / "presets").symlink_to(input_files.ROOT / "presets")
+    monkeypatch.setattr(input_files, "ROOT", tmp_path / "repository")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", "run", *SECONDS]
     train_mlm.main([*argv, "--max_steps", "1", "--warmup_steps", "0", "--config_overrides", "vocab_size=300"])
     assert entries_of(tmp_path / "run" / "tokenizer") == 300
+
+
+def test_the_demonstration_in_a_folder_without_write_permission(tmp_path, monkeypatch):
+    """Refused before its tokenizer is trained."""
+
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "presets").symlink_to(input_files.ROOT / "presets")
+    monkeypatch.setattr(input_files, "ROOT", tmp_path / "repository")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizer_training, "train_tokenizer", None)
+    monkeypatch.setattr(Path, "touch", refused)
+    with pytest.raises(InputError, match=r"tokenizer_name=tokenizer/.* cannot be written: Permission denied; name"):
+        train_mlm.main(["--output_dir", str(tmp_path / "run"), *ON_CPU])
 
 
 @pytest.mark.parametrize("machines", [1, 2])

@@ -12,6 +12,7 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe.errors import InputError
+from roberta_recipe.record import write_preset
 from roberta_recipe.settings import check_mapping, flags_of, load_yaml
 from roberta_recipe.training.pretraining import check_data
 
@@ -78,6 +79,13 @@ def test_resolved_arguments_are_a_preset_that_resolves_to_the_same(preset, tmp_p
     # values that no preset or flag gave are saved too, so that the file means the same when a default changes
     assert resolved["adam_beta2"] == 0.98 and resolved["seed"] == 42 and resolved["lr_scheduler_type"] == "linear"
     assert not {"resume_from_checkpoint", "hub_model_id"} & resolved.keys()  # those of one start are not
+
+
+def test_written_presets_read_back(tmp_path):
+    """A run named 5e-4 is not the number."""
+    values = {"run_name": "5e-4", "output_dir": "1e4", "learning_rate": 5e-4, "train_file": ["é.txt", "no"], "seed": 3}
+    write_preset(values, tmp_path)
+    assert load_yaml(tmp_path / "preset.yaml") == values
 
 
 def test_a_flag_replaces_its_alternative_in_the_preset(preset):

@@ -382,6 +382,7 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
 
 
 BAD = {
+    "prediction": (["--do_predict"], "do_predict has no effect: predictions.json has"),
     "stride": (["--doc_stride", 60], "leaves 40 tokens .* --doc_stride 16 --max_query_length 8 fits$"),
     "negative stride": (["--doc_stride", -1], "doc_stride=-1"),
     "answer length": (["--max_answer_length", 0], "max_answer_length=0 must be at least 1"),

@@ -17,7 +17,7 @@ from roberta_recipe import record as records
 from roberta_recipe.data import masking, tokenizer_training
 from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.training import batch, checkpoint, pretraining
+from roberta_recipe.training import batch, checkpoint, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import evaluate, pack
 
@@ -36,10 +36,17 @@ def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another"]):
         subprocess.run([*git, *words], check=True)
     monkeypatch.setattr(records, "ROOT", tmp_path.resolve())
-    assert re.fullmatch("[0-9a-f]{40}", records.git_commit())
+    records.git_commit.cache_clear()
+    processes.set_up_process()
+    commit = records.git_commit()
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "while it trains"], check=True)
+    assert records.git_commit() == commit
     (tmp_path / "copied").mkdir()
+    records.git_commit.cache_clear()
     monkeypatch.setattr(records, "ROOT", tmp_path.resolve() / "copied")
     assert records.git_commit() is None
+    records.git_commit.cache_clear()
 
 
 def test_a_run_as_a_user_starts_it(preset, tmp_path, root):
@@ -437,7 +444,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(preset, tmp_pat
 def test_a_finished_run_is_not_written_over(preset, tmp_path):
     train(preset)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    with pytest.raises(InputError, match=r"already holds a finished run.*--max_steps"):
+    with pytest.raises(InputError, match=r"already holds a finished run \(make push.*--max_steps"):
         train(preset)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 

@@ -33,6 +33,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import setting
@@ -93,8 +94,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     """The run's folder (None for a run that has not started), and the arguments: its preset, overridden by `argv`."""
     config, output_dir = (flags.value_of(argv, name) for name in ("config", "output_dir"))
-    folder = Path(output_dir) if output_dir and not config else None
-    preset = ["--config", str(folder / PRESET_NAME)] if folder else []
+    folder = resolve_path(output_dir) if output_dir and not config else None
+    preset = ["--config", str(folder / PRESET_NAME), "--output_dir", str(folder)] if folder else []
     # accepts bf16 on a machine without a GPU
     argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, extra=(ExplainArguments,))

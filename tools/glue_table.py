@@ -29,6 +29,8 @@ PRESETS = ROOT / "presets" / "glue"
 # preset keys that are not part of the protocol; with --sweep, the grid's too
 _NOT_PROTOCOL = ("model_name_or_path", "output_dir", "seeds", "spacy_model", "report_to", "logging_steps", "eval_steps")
 _NOT_PROTOCOL += ("per_device_train_batch_size", "per_device_eval_batch_size", "save_strategy", "save_total_limit")
+_DEFAULTS = {"layer_decay": 1.0, "random_weights": False, "qnli_form": "classification", "label_smoothing_factor": None}
+_DEFAULTS |= {"optim": "adamw_torch_fused", "optim_args": None, "neftune_noise_alpha": None, "tokenizer_name": None}
 _OF_GRID = ("learning_rate", "global_batch_size", "max_steps", "warmup_steps")
 COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
 
@@ -93,7 +95,7 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
         found.append("rows that are not GLUE's")
     if count := args.get("max_train_samples"):
         found.append(f"trained on the first {counted(count, 'example')}")
-    protocol = {"layer_decay": 1.0, "random_weights": False, **load_yaml(PRESETS / f"{summary['task']}.yaml")}
+    protocol = {**_DEFAULTS, **load_yaml(PRESETS / f"{summary['task']}.yaml")}
     for name in [name for name in protocol if name not in (*_NOT_PROTOCOL, *(_OF_GRID * sweep))]:
         if args.get(name) != protocol[name]:
             ours = "num_train_epochs" if name == "max_steps" and args["max_steps"] == -1 else name

@@ -5,6 +5,7 @@ The dataset entry comes from the task (`record.DatasetCard`), the hyperparameter
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def device_name(hardware: Machine) -> str:
     """The GPUs of a run, or its processor and cores."""
     cores = hardware["cpu_cores"]
     on_cpu = f"{counted(cores, 'core')} of {hardware.get('processor') or hardware['machine']}"
-    return ", ".join(hardware["gpus"]) or on_cpu
+    gpus = Counter(hardware["gpus"])
+    return ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in gpus.items()) or on_cpu
 
 
 def _starts_from_hub(record: records.RunRecord) -> bool:

@@ -154,6 +154,7 @@ def run_id(output_dir: Path) -> str:
     path = output_dir / records.HUB_NAME
     if not path.is_file():
         durable.make_folder(output_dir)
+        durable.check_output_file(path, "the run's id", "push a copy of the run's folder")
         durable.write_sealed(path, {_RUN_ID: uuid.uuid4().hex})
     try:
         return durable.read_sealed(path)[_RUN_ID]

@@ -59,8 +59,8 @@ class OwnTaskArguments(OwnFileArguments):
 def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
     """The task with its rows; labels are the sorted ones of training. Raises `InputError` with file, row and value."""
     tables = read_tables(args, read_table, do_predict)
+    columns, label = _columns(args, tables), args.label_column
     where, rows = tables["train"]
-    columns, label = _columns(args, where, list(rows[0])), args.label_column
     names, scale = _labels(where, label, [row.get(label) for row in rows])
     multi_label = isinstance(rows[0].get(label), list)
     examples = {
@@ -77,7 +77,7 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
             Examples([whole.texts[row] for row in part], [whole.labels[row] for row in part])
             for part in hold_out(whole.labels)
         )
-    if not examples["validation"].texts:
+    if held_out and len(examples["validation"].texts) < (1 if names else 2):
         raise InputError(f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
     files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
@@ -183,17 +183,20 @@ def _delimited(path: str, text: str, **dialect: Any) -> Rows:
     return rows
 
 
-def _columns(args: OwnTaskArguments, where: str, names: list[str]) -> tuple[str, ...]:
-    """The text columns. Raises `InputError` where the table lacks one."""
-    default = next((columns for columns in _TEXTS if set(columns) <= set(names)), ("text",))
+def _columns(args: OwnTaskArguments, tables: dict[str, tuple[str, Rows]]) -> tuple[str, ...]:
+    """The text columns. Raises `InputError` for a table without them, or without labels unless it is the test set's."""
+    names = {split: {name: None for row in rows for name in row} for split, (_, rows) in tables.items()}
+    default = next((columns for columns in _TEXTS if set(columns) <= names["train"].keys()), ("text",))
     columns = (args.text_column,) if args.text_column else default
     if args.text_pair_column:
         columns = (columns[0], args.text_pair_column)
-    if missing := [column for column in (*columns, args.label_column) if column not in names]:
-        raise InputError(
-            f"{where} has no column {missing[0]!r}, but {', '.join(map(repr, names))}: name its columns with "
-            "--text_column, --text_pair_column and --label_column"
-        )
+    for split, (where, _) in tables.items():
+        needed = columns if split == "test" else (*columns, args.label_column)
+        if missing := [column for column in needed if column not in names[split]]:
+            raise InputError(
+                f"{where} has no column {missing[0]!r}, but {', '.join(map(repr, names[split]))}: name its columns "
+                "with --text_column, --text_pair_column and --label_column (the same in all files)"
+            )
     return columns
 
 
@@ -230,7 +233,7 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
         row = numbers.index(None)
         word = f"{where}, row {row + 1}: {column} is {values[row]!r}"
         if all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
-            raise InputError(f"{word}, a decimal comma: write a point")
+            raise InputError(f"{word}: write 1.5 for a decimal comma, 1000 for one of thousands")
         if score is not None:
             raise InputError(f"{word}, not a number like {score!r}; correct the row")
     if len({*map(str, values)} if score is None else {*numbers}) < 2:
@@ -254,7 +257,7 @@ def _fault(value: Any, has_lists: bool) -> str:
     if not isinstance(value, str | int | float | None):
         return "and a row has a single label, a word or a number"
     if isinstance(number := _number(value), float):
-        return "" if math.isfinite(number) else "no label; correct or remove the row"
+        return "" if math.isfinite(number) else "which means no label: remove the row, or rename the class"
     if str(value) != str(value).strip():
         return "with blanks around it; remove them"
     return "and lists of labels need JSON lines or Parquet" if re.fullmatch(r"(?s)\[.*\]", str(value)) else ""
@@ -266,8 +269,7 @@ def _encode_labels(
     """Class numbers, scores, or a 0 or 1 for each class; None for a test set without labels, or with a placeholder."""
     values = [row.get(column) for row in rows]
     if split == "test" and len(set(map(str, values))) < 2:
-        if values[0] not in (None, ""):
-            logger.info(f"Test set    {column} is {values[0]!r} in all rows, as of a placeholder: not scored")
+        logger.info(f"Test set    {column} is missing, or {values[0]!r} in all rows: not scored")
         return None
     numbers = {name: number for number, name in enumerate(names)}
     if multi_label:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from roberta_recipe import durable
 from roberta_recipe import record as records
@@ -66,6 +66,8 @@ class Job:
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
     """(arguments, of the script's `cls` and of training; resolved preset). Its max_seq_length fits the model."""
     (args, training_args), resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
+    if "seed" in names_in(argv) and args.seeds != [training_args.seed]:
+        raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
     with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
         longest = weights.max_positions(weights.read_config(args.model_name_or_path))
         if longest and longest < args.max_seq_length and "max_seq_length" not in names_in(argv):
@@ -83,8 +85,6 @@ def check_arguments(
         raise InputError("model_name_or_path is not set: name the checkpoint to fine-tune, a folder or a Hub id")
     if not args.seeds or len(set(args.seeds)) < len(args.seeds):
         raise InputError(f"seeds={args.seeds} must be different numbers, one for each run")
-    if training_args.seed != TrainingArguments.seed and args.seeds != [training_args.seed]:
-        raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
     if (count := args.max_train_samples) is not None and count < 1:
         raise InputError(f"max_train_samples={count} must be above 0; leave it out for no limit")
     decay = args.layer_decay
@@ -172,8 +172,8 @@ def run_all(
     results: list[records.FinetuneRecord] = []
     upload: futures.Future | None = None
     for number, run in enumerate(runs, 1):
-        flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch, "--seed", run.seed]
-        flags += ["--output_dir", run.output_dir, *extra_flags]
+        flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch]
+        flags += ["--seed", run.seed, "--seeds", run.seed, "--output_dir", run.output_dir, *extra_flags]
         (args, training_args), resolved = read([*argv, *map(str, flags)])  # of a repeated flag, the last counts
         at_most, processes = training_args.per_device_train_batch_size, training_args.world_size
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
@@ -218,8 +218,7 @@ def finetune(
     """Train and score a run, or read a finished run's record; `ahead`: the following runs, for the ETA."""
     args, training_args = filled
     started_s = time.monotonic()
-    # the saved preset repeats this run
-    resolved |= {"seeds": [run.seed], "attn_implementation": training_args.attn_implementation}
+    resolved |= {"attn_implementation": training_args.attn_implementation}  # the saved preset repeats this run
     fingerprint = {**fixed_values(args), **fixed_values(training_args), **job.inputs}
     record = finished(run, fingerprint)
     scored = not (training_args.do_predict and job.tests) or summaries.read_test_scores(run, job.test_hash) is not None
@@ -330,8 +329,11 @@ def finish(
             summary["tests"] = summaries.summarise_tests(
                 chosen, job.test_hash, job.labelled_tests, job.measure, job.metric
             )
-        drop_weights(args.keep, runs, [picked["best_run"]])
         best = Path(picked["best_run"])
+        if args.keep == "best" and not (best / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file():
+            logger.warning(f"Weights     {best} has none, as another was best before: move it away to train it again")
+        else:
+            drop_weights(args.keep, runs, [picked["best_run"]])
         if durable.damage(best / records.BEST_NAME, (finetune_trainer.SCORES,)) is None:
             rows = job.answers(finetune_trainer.validation_scores(best))
             summaries.write_answers(best / summaries.ANSWERS_NAME, rows)

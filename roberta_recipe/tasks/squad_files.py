@@ -103,8 +103,8 @@ def check_questions(questions: list[SquadExample], where: str, version_2: bool |
         )
     if version_2 and not unanswerable:
         raise InputError(
-            f"{where}: all {len(questions):,} questions have answers, so this is version 1.1: leave out "
-            "--version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
+            f"{where}: all {len(questions):,} questions have answers, and version 2.0 has some without: add them, or "
+            "leave out --version_2_with_negative (to fine-tune: --config presets/squad/v1.1.yaml)"
         )
     return questions
 

@@ -30,8 +30,8 @@ def _prepare(path: Path, max_steps: int) -> None:
         record = records.read_record(path / records.RECORD_NAME, ("steps", "stopped_by"), advice)
         if record["stopped_by"] != records.TIME_LIMIT and record["steps"] >= max_steps:
             raise InputError(
-                f"output_dir={path} already holds a finished run: name another folder with --output_dir, or train it "
-                "longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
+                f"output_dir={path} already holds a finished run (make push uploads it): name another folder, or train "
+                "it longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
             )
     others = {entry.name for entry in path.iterdir() if not durable.is_temporary(entry.name)} - _BEFORE_CHECKPOINT
     if others and not all_folders(path):

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, end_with_parent, keep_freed_memory, local_processes
 from roberta_recipe.launcher import launcher_pid, user_set_omp_threads
+from roberta_recipe.record import git_commit
 
 
 def set_up_process() -> None:
@@ -27,6 +28,7 @@ def set_up_process() -> None:
         end_with_parent(parent, signal.SIGTERM)
     clear_device_cache(garbage_collection=True)  # an earlier run's trainer has reference cycles
     keep_freed_memory()
+    git_commit()  # cached now: the checkout may change during training
     if launcher_pid() and not user_set_omp_threads():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
