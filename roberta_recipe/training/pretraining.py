@@ -81,10 +81,7 @@ def check_data(args: MlmArguments) -> None:
     if not args.train_file and (args.text_column != "text" or args.language != "en"):
         raise InputError("text_column and language go with train_file; a corpus preset has its own")
     if args.shuffle_window > 1 and not args.token_cache:
-        raise InputError(
-            f"shuffle_window={args.shuffle_window} needs a --token_cache; without one, 0 or 1. It counts chunks: a "
-            "former window of up to 16,384 blocks is now 1"
-        )
+        raise InputError(f"shuffle_window={args.shuffle_window} (chunks) needs a --token_cache; without one, 0 or 1")
     if args.max_seq_length < 8:
         raise InputError(f"max_seq_length={args.max_seq_length} leaves no room for a sentence; the paper has 512")
     if not 0 < args.mlm_probability < 1:
