@@ -246,6 +246,9 @@ class RecipeParser(HfArgumentParser):
 
     def __init__(self, dataclass_types: Sequence[type], **kwargs):
         super().__init__(_groups(dataclass_types), allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        for action in self._actions:
+            if isinstance(action, argparse._StoreFalseAction):  # `--no_flag`, with the help of `--flag`
+                action.help = argparse.SUPPRESS
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)

@@ -331,7 +331,7 @@ def finish(
             )
         best = Path(picked["best_run"])
         if args.keep == "best" and not (best / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file():
-            logger.warning(f"Weights     {best} has none, as another was best before: move it away to train it again")
+            logger.warning(f"Weights     {best} has none any more: move it away to train it again")
         else:
             drop_weights(args.keep, runs, [picked["best_run"]])
         if durable.damage(best / records.BEST_NAME, (finetune_trainer.SCORES,)) is None:
