@@ -51,7 +51,7 @@ class OwnTaskArguments(OwnFileArguments):
 
     _argument_group_name = "a task on your tables"
 
-    text_column: str | None = setting(None, "Default: sentence1 and sentence2, text and text_pair, text, or sentence.", "content")
+    text_column: str | None = setting(None, "Default: sentence1, sentence2; text, text_pair; text; sentence", "content")
     text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
     label_column: str = setting("label", "Labels, or lists of them; a decimal point makes a regression.", "content")
 
