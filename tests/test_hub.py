@@ -426,6 +426,7 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
     assert head["datasets"] == ["someone/sense"] and "language" not in head and "license" not in head
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
+    assert "8 x NVIDIA H200" in shown.text
     assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]
     table = shown.text.split("## Training")[1].split("10 steps")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import train_mlm
 from roberta_recipe import input_files
+from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import InputError
@@ -137,8 +138,10 @@ def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_pa
     monkeypatch.setattr(input_files, "ROOT", tmp_path / "repository")
     monkeypatch.chdir(tmp_path)
     argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", "run", *SECONDS]
-    train_mlm.main([*argv, "--max_steps", "1", "--warmup_steps", "0", "--config_overrides", "vocab_size=300"])
+    monkeypatch.setattr(records, "describe_machine", lambda: {"gpus": ["NVIDIA H200"] * 8})
+    run = train_mlm.main([*argv, "--max_steps", "1", "--warmup_steps", "0", "--config_overrides", "vocab_size=300"])
     assert entries_of(tmp_path / "run" / "tokenizer") == 300
+    assert run["hardware"]["gpus"] == []  # visible, but the run used none
 
 
 def test_the_demonstration_in_a_folder_without_write_permission(tmp_path, monkeypatch):
