@@ -159,6 +159,8 @@ def test_a_run_of_the_repository_from_another_directory(preset, tmp_path, monkey
     with pytest.raises(InputError, match="mlm_probability was"):
         explain.main(["--output_dir", "run", "--step", "3", "--mlm_probability", "0.3"])
     assert explain.main(["--output_dir", "run", "--step", "3"])
+    _, (_, _, training_args) = explain.read_arguments(["--output_dir", "run", "--step", "3"])
+    assert training_args.output_dir == str(tmp_path / "run")  # which has the blocks that spikes skipped
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

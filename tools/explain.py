@@ -95,9 +95,10 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     """The run's folder (None for a run that has not started), and the arguments: its preset, overridden by `argv`."""
     config, output_dir = (flags.value_of(argv, name) for name in ("config", "output_dir"))
     folder = resolve_path(output_dir) if output_dir and not config else None
-    preset = ["--config", str(folder / PRESET_NAME), "--output_dir", str(folder)] if folder else []
+    preset = ["--config", str(folder / PRESET_NAME)] if folder else []
+    found = ["--output_dir", str(folder)] if folder else []  # of a repeated flag, the last counts
     # accepts bf16 on a machine without a GPU
-    argv = [*preset, *argv, "--use_cpu", "true", "--report_to", "none"]
+    argv = [*preset, *argv, *found, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, extra=(ExplainArguments,))
     explain, args, training_args = filled
     if folder is None and not config:
