@@ -78,9 +78,12 @@ def counts_from_padding(config: PreTrainedConfig) -> bool:
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """The longest sequence of a model in tokens, without unused positions; None without position embeddings."""
-    if (rows := getattr(config, "max_position_embeddings", None) or -1) < 1:  # XLNet's is -1
+    rows = getattr(config, "max_position_embeddings", None)
+    if rows is None or rows < 1:  # XLNet's is -1
         return None
-    return rows - config.pad_token_id - 1 if counts_from_padding(config) else rows
+    if counts_from_padding(config):
+        rows -= config.pad_token_id + 1
+    return rows
 
 
 def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
