@@ -31,6 +31,7 @@ from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks import protocol, race, summaries
 from roberta_recipe.training import processes
+from roberta_recipe.training.finetune_trainer import padded_to
 
 DEFAULT = "presets/race/paper.yaml"
 
@@ -174,7 +175,7 @@ def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokeni
         validation=["validation"],
         tests=[split for split in data if split == "test"],
         labelled_tests={split: len(of_split) for split, of_split in data.items() if split == "test"},
-        collator=race.RaceCollator(tokenizer, args.max_seq_length),
+        collator=race.RaceCollator(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=choice_loss,
         measure=lambda split, scores, _: measure(data[split], scores),
         degenerate=lambda scores: len(np.unique(scores.argmax(-1))) == 1,

@@ -27,7 +27,7 @@ FEWER += ((r"--warmup_steps \d+ ", "--warmup_steps 1 "), (r"--num_train_epochs 3
 FEWER += ((r'"num_hidden_layers": 3', '"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64'),)
 # replaces what a test has not: the Hub, a model of 124.7 M parameters, a GPU
 ELSEWHERE = (("FacebookAI/roberta-base", "runs/mine"),)
-SMALL = "--use_cpu --max_seq_length 128 --global_batch_size 32 --max_steps 4"
+SMALL = "--use_cpu --max_seq_length 128 --global_batch_size 32 --max_steps 4 --learning_rate 1e-2"
 ELSEWHERE += (("--output_dir runs/roberta_mine", f"--output_dir runs/roberta_mine {SMALL}"),)
 
 

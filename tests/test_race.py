@@ -150,7 +150,7 @@ def test_scores_of_other_test_rows_are_not_taken(flags, tmp_path, data_dir, caps
 def test_without_the_article_it_is_not_seen(flags, tmp_path, tokenizer, data_dir):
     questions = race.read_folder(data_dir, "validation", ("middle",))
     blind = race.features(questions, tokenizer, 64, 24, without_article=True)
-    batch = race.RaceCollator(tokenizer, 64)(blind.rows[:2])
+    batch = race.RaceCollator(tokenizer)(blind.rows[:2])
     for number in (0, 1):
         for choice, option in enumerate(questions[number].options):
             ids = batch["input_ids"][number, choice][batch["attention_mask"][number, choice] == 1]
@@ -219,7 +219,8 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
     options = ("a boat", "the red cat", "it", "my old dog")
     questions = [race.RaceExample(str(n), "high", race.fold(t), "Who _?", options, n % 4) for n, t in enumerate(texts)]
     made = race.features(questions, of, max_seq_length, 40)
-    batch = race.RaceCollator(of, max_seq_length)(made.rows)
+    multiple = finetune_trainer.padded_to(max_seq_length)
+    batch = race.RaceCollator(of, pad_to_multiple_of=multiple)(made.rows)
     assert batch["labels"].tolist() == [0, 1, 2, 3, 0] and batch["input_ids"].shape[:2] == (5, 4)
     assert ("token_type_ids" in batch) == (kind == "wordpiece")
     for number, question in enumerate(questions):
@@ -236,10 +237,11 @@ def test_sequences_are_the_tokenizers_own_pairs(request, kind, max_seq_length):
     assert made.articles_cut.any() == (max_seq_length < 512)
     texts = race.RaceExample("x", "high", "It is <mask> or </s>.", "</s>?", options, 0)
     (row,) = race.features([texts], of, max_seq_length, 40).rows
-    assert not set(of.all_special_ids) & set(row["article"].tolist() + row["options"][0].tolist()) - {of.unk_token_id}
+    added = {of.cls_token_id: 1, of.sep_token_id: 3 if kind == "tokenizer" else 2}
+    special = {token: row["input_ids"][0].tolist().count(token) for token in of.all_special_ids}
+    assert {token: n for token, n in special.items() if n and token != of.unk_token_id} == added
     width, longest = batch["input_ids"].shape[2], max(row["length"] for row in made.rows)
-    multiple = finetune_trainer.padded_to(max_seq_length) or 1
-    assert width == math.ceil(longest / multiple) * multiple
+    assert width == math.ceil(longest / (multiple or 1)) * (multiple or 1)
 
 
 def test_long_options_are_cut_and_counted(tokenizer):
@@ -248,11 +250,10 @@ def test_long_options_are_cut_and_counted(tokenizer):
     question = race.RaceExample("x", "high", "The river.", "Where?", (long, long, "it", "a"), 2)
     made = race.features([question], tokenizer, 64, 24)
     assert made.options_cut.tolist() == [2]
-    assert [len(option) for option in made.rows[0]["options"]][:2] == [24, 24]
-    article, length = made.rows[0]["article"].tolist(), made.rows[0]["length"]
-    assert not made.articles_cut[0] and length == 24 + len(article) + 4
-    batch = race.RaceCollator(tokenizer, 64)(made.rows)
-    assert batch["input_ids"][0, 0, 25 + 2 : length].tolist() == [*article, tokenizer.eos_token_id]
+    texts = question.article, question.with_option(long)
+    article, option = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+    assert not made.articles_cut[0] and made.rows[0]["length"] == 24 + len(article) + 4
+    assert made.rows[0]["input_ids"][0].tolist() == [0, *option[:24], 2, 2, *article, 2]
 
 
 def test_the_card_names_race_for_its_own_questions_only():

@@ -99,7 +99,7 @@ def test_race(family):
         race.RaceExample(f"{n}, 1", "high", text, "the _ ?", tuple(TEXTS[:4]), 0) for n, text in enumerate(TEXTS)
     ]
     model = drawn(AutoModelForMultipleChoice.from_config, config)
-    collate = race.RaceCollator(tokenizer, 64)
+    collate = race.RaceCollator(tokenizer)
     check(race.features(questions, tokenizer, 64, 30).rows, with_loss(model, collate, finetune_race.choice_loss))
 
 

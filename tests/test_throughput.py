@@ -175,14 +175,10 @@ def test_scores_are_those_of_each_feature_alone_in_its_position(model_dir, token
         np.testing.assert_allclose(scores[:length], alone[0].numpy(), atol=1e-5)
         assert (scores[length:] < -50).all()  # padding, and what is behind the batch
 
-    options = [[rng.integers(5, 300, k) for k in rng.integers(1, 6, 4)] for _ in range(30)]
-    articles = [rng.integers(5, 300, n) for n in rng.integers(1, 50, 30)]
-    rows = [
-        {"options": four, "article": article, "labels": 0, "length": 4 + len(article) + max(map(len, four))}
-        for four, article in zip(options, articles, strict=True)
-    ]
+    choices = [[rng.integers(5, 300, k) for k in rng.integers(6, 60, 4)] for _ in range(30)]
+    rows = [{"input_ids": four, "labels": 0, "length": max(map(len, four))} for four in choices]
     model = AutoModelForMultipleChoice.from_pretrained(model_dir)
-    collate = race.RaceCollator(tokenizer, 64)
+    collate = race.RaceCollator(tokenizer)
     trainer = trainer_of(model, collate, finetune_race.choice_loss, tokenizer, tmp_path, per_device_eval_batch_size=2)
     found = trainer.scores(rows)
     with torch.no_grad():

@@ -210,7 +210,7 @@ def test_race_sequences_are_those_of_the_saved_tokenizer(saved, rng):
     questions = [race.RaceExample(f"{n}, 1", "high", text, "the _ ?", options, 0) for n, text in enumerate(texts)]
     for max_seq_length in (512, 90):
         rows = race.features(questions, saved.loaded, max_seq_length, 80).rows
-        batch = race.RaceCollator(saved.loaded, max_seq_length)(rows)
+        batch = race.RaceCollator(saved.loaded)(rows)
         for number, question in enumerate(questions):
             for choice, option in enumerate(options):
                 wanted = saved.used(

@@ -4,23 +4,20 @@ a sequence.
 Official files: (train|dev|test)/(middle|high)/*.txt, a JSON object each (Lai et al. 2017, arXiv 1704.04683).
 """
 
-import math
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import is_text, load_from_hub, parsing, read_input_json
 from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
-from roberta_recipe.training.finetune_trainer import padded_to
 
 # RoBERTa-large, test accuracy x 100 (Table 7); the paper has no base model here.
 PAPER = {"accuracy": 83.2, "middle": 86.5, "high": 81.3}
@@ -28,7 +25,6 @@ HUB_DATASET = "ehovy/race"
 LEVELS = ("middle", "high")
 FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 LETTERS = "ABCD"
-_ENCODED_AT_ONCE = 1000  # texts per tokenizer call
 
 
 @dataclass(frozen=True)
@@ -153,72 +149,32 @@ def features(
     tokens, the article to the rest of `max_seq_length`. (fairseq counts `<s>` and `</s>` in the 128, and drops the
     last `</s>` of a long sequence.)
 
-    A row has `options` (four) and `article`, int32 ids without special tokens, `labels`, and `length`, of the longest
-    sequence. The questions of an article share its array.
+    A row has the `input_ids` and, if the model has them, `token_type_ids` of its four sequences (int32), `labels`, and
+    `length`, of the longest sequence.
     """
-    articles = list(dict.fromkeys(question.article for question in questions))
-    ids = dict(zip(articles, _encode(articles, tokenizer, "articles"), strict=True))
-    texts = [question.with_option(option) for question in questions for option in question.options]
-    with_options = list(_encode(texts, tokenizer, "options"))
-    special = tokenizer.num_special_tokens_to_add(pair=True)
-    rows, articles_cut = [], np.zeros(len(questions), dtype=bool)
-    options_cut = np.zeros(len(questions), dtype=np.int64)
-    for number, question in enumerate(questions):
-        four = with_options[number * len(LETTERS) : (number + 1) * len(LETTERS)]
-        article = ids[question.article][: 0 if without_article else None]
-        options_cut[number] = sum(len(option) > max_option_length for option in four)
-        four = [option[:max_option_length] for option in four]
-        longest = special + len(article) + max(map(len, four))
-        articles_cut[number] = longest > max_seq_length
-        row = {"options": four, "article": article, "labels": question.answer, "length": min(longest, max_seq_length)}
-        rows.append(row)
-    return Features(rows, articles_cut, options_cut)
+    backend, joined = tokenization.corpus_backend(tokenizer), tokenization.corpus_backend(tokenizer)
+    joined.enable_truncation(max_seq_length, strategy="only_second", direction=tokenizer.truncation_side)
+    columns = {"input_ids": "ids", "token_type_ids": "type_ids"}
+    columns = {name: of for name, of in columns.items() if name in tokenizer.model_input_names}
+    rows, articles_cut, options_cut = [], [], []
+    for text, of_article in itertools.groupby(Bar(questions, "Tokenizing", leave=False), lambda one: one.article):
+        article = backend.encode("" if without_article else text, add_special_tokens=False)
+        for question in of_article:
+            texts = [question.with_option(option) for option in question.options]
+            options = backend.encode_batch(texts, add_special_tokens=False)
+            options_cut.append(sum(len(option) > max_option_length for option in options))
+            for option in options:
+                option.truncate(max_option_length)
+            longest = max(map(len, options)) + len(article) + tokenizer.num_special_tokens_to_add(pair=True)
+            articles_cut.append(longest > max_seq_length)
+            pairs = [joined.post_process(option, article) for option in options]
+            arrays = {name: [np.array(getattr(pair, of), np.int32) for pair in pairs] for name, of in columns.items()}
+            rows.append({**arrays, "labels": question.answer, "length": min(longest, max_seq_length)})
+    return Features(rows, np.array(articles_cut, dtype=bool), np.array(options_cut, dtype=np.int64))
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, what: str) -> Iterator[np.ndarray]:
-    encode = tokenization.corpus_encoder(tokenizer)
-    for first in Bar(range(0, len(texts), _ENCODED_AT_ONCE), f"Tokenizing {what}", leave=False):
-        yield from (np.array(ids, dtype=np.int32) for ids in encode(texts[first : first + _ENCODED_AT_ONCE]))
+class RaceCollator(DataCollatorForMultipleChoice):
+    """Collates rows of `features` into tensors (batch, options, longest sequence) and `labels` (batch,)."""
 
-
-class RaceCollator:
-    """Collates rows of `features` into `input_ids`, `attention_mask` and, if the model has them, `token_type_ids`
-    (batch, options, longest sequence, rounded up by `padded_to`), and `labels` (batch,)."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int):
-        self.max_seq_length, self.pad_id = max_seq_length, tokenizer.pad_token_id
-        self.cut_left = tokenizer.truncation_side == "left"
-        self.with_types = "token_type_ids" in tokenizer.model_input_names
-        self.around, self.types = special_tokens(tokenizer)
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        multiple = padded_to(self.max_seq_length) or 1
-        width = math.ceil(max(row["length"] for row in rows) / multiple) * multiple
-        shape = len(rows), len(LETTERS), width
-        ids, mask = np.full(shape, self.pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        types = np.zeros(shape, dtype=np.int64)
-        before, between, behind = self.around
-        for number, row in enumerate(rows):
-            for choice, option in enumerate(row["options"]):
-                room = self.max_seq_length - sum(map(len, self.around)) - len(option)
-                start = max(len(row["article"]) - room, 0) if self.cut_left else 0
-                article = row["article"][start : start + room]
-                sequence = np.concatenate([before, option, between, article, behind])
-                ids[number, choice, : len(sequence)], mask[number, choice, : len(sequence)] = sequence, 1
-                kinds = np.repeat(self.types, [len(before) + len(option), len(between), len(article) + len(behind)])
-                types[number, choice, : len(sequence)] = kinds
-        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        if self.with_types:
-            batch["token_type_ids"] = torch.from_numpy(types)
-        return batch | {"labels": torch.tensor([row["labels"] for row in rows])}
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[int]]:
-    """The special tokens before, between and after the texts of a pair; the token types of the first text, of the
-    tokens between, and of the second text."""
-    pair = tokenizer("a", "b", return_token_type_ids=True)
-    texts = pair.sequence_ids(0)  # by token: 0, 1, or None at special tokens
-    first, second = texts.index(0), texts.index(1)
-    first_end, second_end = len(texts) - texts[::-1].index(0), len(texts) - texts[::-1].index(1)
-    ids, types = np.array(pair["input_ids"], dtype=np.int32), pair["token_type_ids"]
-    return [ids[:first], ids[first_end:second], ids[second_end:]], [types[first], types[second - 1], types[second]]
+    def torch_call(self, rows):
+        return super().torch_call([{name: row[name] for name in row if name != "length"} for row in rows])
