@@ -33,7 +33,6 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, stream
-from roberta_recipe.data.corpus import BYTES_PER_TOKEN
 from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader, TrainBlocks
@@ -253,6 +252,7 @@ def announce_run(
     """Log the recipe, the model and the data."""
     steps, length = training_args.max_steps, args.max_seq_length
     size = corpora.text_bytes(reader.corpus)
+    of_text = passes(args, steps, reader, size, validation)
     pretraining.warn_of_small_files(reader.corpus, size, length)
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
     by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
@@ -262,7 +262,7 @@ def announce_run(
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
         f"Steps       {steps:,} with sequences of {length} tokens, at most "
-        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{passes(args, steps, reader, size)}\n"
+        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{of_text}\n"
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpora.in_words(reader.corpus)}\n"
         f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
@@ -271,12 +271,14 @@ def announce_run(
     )
 
 
-def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None) -> str:
+def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None, validation: list[Block]) -> str:
     """Log text for the passes over the corpus in `steps` steps: exact if its blocks are counted, else estimated from
-    the `size` of its files in bytes; empty if that is unknown."""
+    the `size` of its files in bytes and the text in `validation` blocks; empty if the size is unknown."""
     blocks = stream.blocks_of_pass(reader)
     about = "" if blocks else "about "
-    blocks = blocks or (size or 0) / BYTES_PER_TOKEN / args.max_seq_length
+    if not blocks and size:
+        texts = (reader.tokenizer.decode(block["input_ids"], skip_special_tokens=True) for block in validation)
+        blocks = size * len(validation) / sum(len(text.encode()) for text in texts)
     blocks = min(blocks, args.max_train_samples or blocks)
     return f", {about}{steps * args.global_batch_size / blocks:,.1f} passes over the text" if blocks else ""
 
