@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import end_well, forked_ranks
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
@@ -16,6 +16,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.model import architectures, masked_lm
 from roberta_recipe.model.objectives import named
+from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.training import pretraining
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
@@ -92,6 +93,24 @@ def test_logits_losses_and_gradients_are_the_stock_classs(name, batch):
             compared += 1
     assert compared > 15
     torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_a_head_with_its_labels_in_another_order_is_fresh(name, tmp_path):
+    """ModernBERT's has a linear layer without bias."""
+    config = config_of(name)
+    config.id2label, config.label2id = {0: "no", 1: "yes"}, {"no": 0, "yes": 1}
+    stock = AutoModelForSequenceClassification.from_config(config)
+    stock.save_pretrained(tmp_path)
+    loaded = load_with_head(AutoModelForSequenceClassification, str(tmp_path), None, labels=["yes", "no"])
+    assert not torch.equal(loaded.classifier.weight, stock.classifier.weight)
+
+
+def test_rows_of_padding_that_no_bias_can_hide_are_refused(tokenizer, tmp_path):
+    AutoModelForMaskedLM.from_config(config_of("deberta-v2, its own head")).save_pretrained(tmp_path)
+    start = {"model_name_or_path": str(tmp_path), "max_seq_length": 64}
+    with pytest.raises(InputError, match="has no bias in its head that could hide rows"):
+        masked_lm.build_model(tokenizer, **start, pad_vocab_to_multiple_of=64)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "electra"])

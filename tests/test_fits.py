@@ -68,3 +68,12 @@ def test_models_without_a_table_of_positions(config):
     assert weights.max_positions(AutoConfig.for_model("data2vec-text", max_position_embeddings=514)) == 512
     config.model_type, config.max_position_embeddings = "xlnet", -1
     assert weights.max_positions(config) is None
+
+
+def test_a_model_of_one_token_type_is_saved_without_types(config, wordpiece, tmp_path):
+    """A pair's second segment has type 1 in BERT's tokenizer, and RoBERTa's embedding has one row."""
+    before = tokenization.files_fingerprint(wordpiece)
+    with weights.model_max_length_for(wordpiece, config):
+        wordpiece.save_pretrained(tmp_path)
+    assert list(AutoTokenizer.from_pretrained(tmp_path)("a", "b")) == ["input_ids", "attention_mask"]
+    assert "token_type_ids" in wordpiece("a", "b") and tokenization.files_fingerprint(wordpiece) == before

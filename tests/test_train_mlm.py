@@ -256,6 +256,12 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
         evaluate.main(["--use_cpu", "--model_name_or_path", str(tmp_path / "absent")])
 
 
+def test_a_checkpoint_is_measured_in_the_precision_of_its_run(preset, tmp_path):
+    record = train(preset, "--bf16", "true", "--max_steps", 2)
+    metrics, _ = evaluate.main(["--config", preset, "--bf16", "true", "--model_name_or_path", str(tmp_path / "run")])
+    assert metrics["eval_loss"] == record["metrics"]["eval_loss"]
+
+
 def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsys):
     """Even if the preset names another one of equal size; one that is named on the command line is used, with a
     warning."""

@@ -195,10 +195,11 @@ def build_model(
         if not model_name_or_path and name not in weights.overridden(config_overrides):
             setattr(config, name, value)
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
+        more = f"pad_vocab_to_multiple_of to {config.vocab_size}, " if config.vocab_size > entries else ""
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
             f"{config.pad_token_id}, the tokenizer {entries} entries and {tokenizer.pad_token_id}; set vocab_size to "
-            f"{entries}, pad_vocab_to_multiple_of, or tokenizer_name to the model's own tokenizer"
+            f"{entries}, {more}or tokenizer_name to the model's own tokenizer"
         )
     weights.check_length(source, max_seq_length, config)
     if model_name_or_path:
@@ -206,19 +207,18 @@ def build_model(
         model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
         if any(not name.startswith(model.heads_of_objectives) for name in info["missing_keys"]):
             raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
-        if padded != config.vocab_size:
-            model.resize_token_embeddings(padded, mean_resizing=False)
     else:
         config.vocab_size = padded
         model = weights.fresh(cls, config)
     if padded > entries:
         bias = getattr(model.get_output_embeddings(), "bias", None)
-        if bias is None or len(bias) != padded:
+        if bias is None or len(bias) != model.config.vocab_size:
             raise InputError(
                 f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head that could hide rows "
                 f"of padding; leave it out, with vocab_size={entries}"
             )
-        bias.data[entries:] = HIDDEN_LOGIT
+        model.resize_token_embeddings(padded, mean_resizing=False)
+        model.get_output_embeddings().bias.data[entries:] = HIDDEN_LOGIT
     return model
 
 

@@ -56,7 +56,8 @@ def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int
         for module in getattr(model, head).modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=getattr(model.config, "initializer_range", 0.02))
-                torch.nn.init.zeros_(module.bias)
+                if module.bias is not None:  # ModernBERT's has none
+                    torch.nn.init.zeros_(module.bias)
     if replaced:
         return f"fresh, as the checkpoint's {reason}"
     fresh = {key.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] for key in info["missing_keys"]}

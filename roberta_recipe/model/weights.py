@@ -101,13 +101,18 @@ def model_max_length_for(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
     """Context in which a tokenizer is saved beside a model: sets `model_max_length` to `max_length` (default: the
-    model's maximum), so that `pipeline` truncates. Restored afterwards, as fingerprints include the loaded value."""
-    before = tokenizer.model_max_length
-    tokenizer.model_max_length = max_length or max_positions(config) or before
+    model's maximum), so that `pipeline` truncates, and drops token types if the model has a single one (RoBERTa with
+    BERT's tokenizer). Restored afterwards, as fingerprints include the loaded values."""
+    before = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "init_kwargs")}
+    tokenizer.model_max_length = max_length or max_positions(config) or tokenizer.model_max_length
+    if getattr(config, "type_vocab_size", 2) == 1 and "token_type_ids" in tokenizer.model_input_names:
+        names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+        tokenizer.model_input_names = names
+        tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": names}
     try:
         yield
     finally:
-        tokenizer.model_max_length = before
+        vars(tokenizer).update(before)
 
 
 def load(
@@ -145,8 +150,15 @@ def load(
 
 
 def fresh(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A float32 model of the class or Auto class `cls` with fresh weights."""
-    return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
+    """A float32 model of the class or Auto class `cls` with fresh weights. Raises `InputError`."""
+    try:
+        return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
+    except InputError:
+        raise
+    except Exception as error:  # each model has its own checks
+        raise InputError(
+            f"a {config.model_type!r} model with these values cannot be built: {_reason(error)}"
+        ) from error
 
 
 def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh_head: bool, advice: str) -> None:

@@ -273,7 +273,7 @@ class MlmTrainer(DurableTrainer):
             inputs = {name: value for name, value in inputs.items() if name != "predicted"}  # which may be padded
             inputs = self._prepare_inputs(inputs)
             document = inputs.pop(masking.DOCUMENT)
-            with torch.no_grad():
+            with torch.no_grad(), self.accelerator.autocast():  # without training, the model has no autocast of its own
                 output = model(**inputs)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if not counts:
