@@ -109,10 +109,11 @@ def test_every_flag_is_refused_or_fingerprinted_or_declared(script, monkeypatch,
 def test_a_locked_flag_names_its_default_and_why(preset):
     classes = (MlmTrainingArguments, FinetuneTrainingArguments)
     locked = [(cls, name) for cls in classes for name, flag in flags_of(cls).items() if flag.scope == "locked"]
-    assert len(locked) == 53 and (MlmTrainingArguments, "save_only_model") in locked
+    assert len(locked) == 57 and (MlmTrainingArguments, "save_only_model") in locked
     for name, value, said in (
         ("save_only_model", "true", "save_only_model must stay False, not True: a checkpoint without optimizer"),
         ("accelerator_config", '{"even_batches": true}', "accelerator_config must stay .*'even_batches': False"),
+        ("optim_target_modules", "all-linear", "optim_target_modules must stay None, not all-linear: no optimizer"),
         ("label_smoothing_factor", "0.1", "label_smoothing_factor must stay 0.0, not 0.1: perplexity"),
     ):
         with pytest.raises(InputError, match=said):

@@ -41,14 +41,13 @@ VALUES = {
     **{"optim": ["adamw_torch", "adafactor", "sgd"], "optim_args": ["momentum=0.5"], "learning_rate": ["5e-4"]},
     **{"lr_scheduler_type": ["cosine", "constant_with_warmup", "polynomial"], "neftune_noise_alpha": ["5"]},
     **{"lr_scheduler_kwargs": ['{"num_cycles": 0.3}', '{"power": 2.0}'], "tokenizer_name": ["inputs/weights"]},
-    **{"accelerator_config": ['{"split_batches": true}', '{"dispatch_batches": true}']},
     **{"train_file": ["inputs/text/validation.parquet"], "validation_file": ["inputs/text/train0.parquet"]},
     **{"config_name": ["inputs/weights"], "model_name_or_path": ["inputs/weights"], "task_name": ["mrpc"]},
-    **{"token_cache": ["out/another_cache"], "fill_mask_examples": ["The <mask> sees."], "fsdp": ["full_shard"]},
-    **{"data_dir": ["inputs"], "ddp_backend": ["gloo"], "ddp_timeout": ["600"], "debug": ["underflow_overflow"]},
+    **{"token_cache": ["out/another_cache"], "fill_mask_examples": ["The <mask> sees."]},
+    **{"data_dir": ["inputs"], "ddp_backend": ["gloo"], "ddp_timeout": ["600"]},
     **{"max_steps": ["9", "15"], "weight_decay": ["0.1"], "warmup_steps": ["0", "4"], "adam_beta1": ["0.8"]},
     **{"save_total_limit": ["1", "2"], "dataloader_prefetch_factor": ["1", "3"], "save_steps": ["2", "5"]},
-    **{"eval_delay": ["2"], "log_level": ["debug", "error"], "log_level_replica": ["info"], "label_names": ["labels"]},
+    **{"eval_delay": ["2"], "log_level": ["debug", "error"], "log_level_replica": ["info"]},
 }
 
 

@@ -23,8 +23,7 @@ _FLAGS: dict[tuple, str] = {
     # they change the weights
     ("fixed", True): """learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs optim adam_beta1
         adam_beta2 adam_epsilon weight_decay max_grad_norm optim_args bf16 fp16 seed""",
-    ("fixed",): """lr_scheduler_kwargs optim_target_modules data_seed tf32 neftune_noise_alpha label_names
-        label_smoothing_factor""",
+    ("fixed",): "lr_scheduler_kwargs data_seed tf32 neftune_noise_alpha label_smoothing_factor",
     # the split of a step over devices and micro-batches, and the kernels that compute it
     ("layout",): """per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size use_cpu
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
@@ -50,6 +49,7 @@ _LOCKED = {
     "Liger has kernels for decoders, and silently none for an encoder": ("use_liger_kernel", "liger_kernel_config"),
     "a loss that is not finite ends the run anyway, and Trainer's detection of it fails on masks": ("debug",),
     "an encoder has no cache, and config.json would publish the value": ("use_cache",),
+    "no optimizer and no loss of this recipe reads it": ("optim_target_modules", "label_names"),
     "a loss that is not finite must not be logged as 0": ("logging_nan_inf_filter",),
     "a checkpoint without optimizer, schedule and random state would resume as another run; the output folder has the "
     "model alone": ("save_only_model",),

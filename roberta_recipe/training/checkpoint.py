@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `digests` of weights and optimizer
 STATE_VERSION = 4  # of its content
-OPTIMIZER_FLAGS = ("optim", "optim_args", "optim_target_modules")  # the optimizer's state depends on them
+OPTIMIZER_FLAGS = ("optim", "optim_args")  # the optimizer's state depends on them
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
