@@ -397,7 +397,10 @@ def test_precision_is_that_of_the_estimated_hardware(monkeypatch, here):
 
 def test_a_run_ends_by_the_clock():
     flags = ["--config", "presets/mlm/roberta_mini.yaml", "--hardware", "T4", "--max_steps", "1000000"]
-    assert estimate.main([*flags, "--max_train_minutes", "60"]).days == 1 / 24 < estimate.main(flags).days
+    whole, hour = estimate.main(flags), estimate.main([*flags, "--max_train_minutes", "60"])
+    assert hour.days == 1 / 24 < whole.days and hour.steps < whole.steps == 1_000_000
+    shares = hour.flops / whole.flops, hour.tokens / whole.tokens
+    assert shares == pytest.approx((hour.days / whole.days,) * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(

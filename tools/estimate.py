@@ -262,8 +262,27 @@ class Estimate:
         return DEVICES[self.hardware.name]
 
     @property
+    def flops_per_second(self) -> float:
+        return self.hardware.count * self.device.peak_flops * self.utilisation
+
+    @property
+    def flops_per_token(self) -> float:
+        named = objectives.named(self.objective)
+        return masked_lm.flops_per_token(self.config, self.seq_len, self.mlm_probability, named)
+
+    @property
+    def blocks_of_step(self) -> int:
+        return self.hardware.count * self.micro_batch * self.accumulation
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, fewer than `max_steps` if `max_train_minutes` ends the run."""
+        step_s = self.blocks_of_step * self.seq_len * self.flops_per_token / self.flops_per_second
+        return math.ceil(min(self.max_steps, 60 * (self.max_train_minutes or math.inf) / step_s))
+
+    @property
     def blocks(self) -> int:
-        return self.max_steps * self.hardware.count * self.micro_batch * self.accumulation
+        return self.steps * self.blocks_of_step
 
     @property
     def tokens(self) -> int:
@@ -279,12 +298,11 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        named = objectives.named(self.objective)
-        return self.tokens * masked_lm.flops_per_token(self.config, self.seq_len, self.mlm_probability, named)
+        return self.tokens * self.flops_per_token
 
     @property
     def days(self) -> float:
-        by_steps = self.flops / (self.hardware.count * self.device.peak_flops * self.utilisation) / 86_400
+        by_steps = self.flops / self.flops_per_second / 86_400
         return min(by_steps, (self.max_train_minutes or math.inf) / 1440)
 
     @property
@@ -409,9 +427,9 @@ def format_estimate(estimate: Estimate) -> str:
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
         f"Model       {parameter_count(config, estimate.objective):,} parameters, vocabulary {config.vocab_size:,}",
-        f"Batch       {counted(estimate.blocks // estimate.max_steps, 'sequence')} = "
+        f"Batch       {counted(estimate.blocks_of_step, 'sequence')} = "
         f"{counted(estimate.hardware.count, 'process')} x {estimate.micro_batch} x {estimate.accumulation} accumulated",
-        f"Steps       {counted(estimate.max_steps, 'optimizer step')}",
+        f"Steps       {counted(estimate.steps, 'optimizer step')}",
         f"Data        {estimate.blocks:,} blocks, at most {_in_unit(estimate.tokens, {'B': 1e9, 'M': 1e6}, 3)} tokens, "
         f"{epochs}",
         f"Compute     {estimate.flops / estimate.tokens / 1e9:.3f} GFLOP a token by formula, "
