@@ -1,16 +1,20 @@
 """`make gpu` with tiny models on the CPU, from data to results; messages if nothing can be run."""
 
 import bz2
+import importlib.metadata
 import json
+import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_documents, write_parquet
 from official_files import write_blimp, write_glue, write_squad
+from packaging.requirements import Requirement
 
 import finetune_glue
 import train_mlm
@@ -23,6 +27,9 @@ from roberta_recipe.input_files import ROOT
 from roberta_recipe.settings import load_yaml
 from roberta_recipe.training import optimizers, pretraining
 
+# what the recipe needs and --dry_run carries no wheel for: on the machine, or optional
+IN_THE_IMAGE = """torch accelerate huggingface_hub numpy pyarrow xxhash fsspec PyYAML regex tqdm matplotlib psutil
+typing-extensions email-validator tzdata pytorch_optimizer"""
 DOMAINS = [source["name"] for source in load_yaml(carry.CORPUS)["sources"]]
 
 
@@ -109,7 +116,11 @@ def test_the_dry_run_lists_parts_and_what_is_carried(capsys):
     assert [line.split()[0] for line in lines[:5]] == ["install", *parts.PRETRAINING]
     assert "at most 30 s" in lines[4] and "--dest some/folder/wheels" in "\n".join(lines)
     pinned = (ROOT / "requirements.txt").read_text()
-    assert [wheel for wheel in script.WHEELS.split() if wheel.partition("=")[0] in pinned and wheel not in pinned] == []
+    carried = dict(wheel.split("==") for wheel in script.WHEELS.split())
+    assert [name for name in carried if f"\n{name}==" in pinned and f"\n{name}=={carried[name]} " not in pinned] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {Requirement(line).name for line in [*project, *importlib.metadata.requires("pydantic")]}
+    assert needed - carried.keys() - {name.replace("_", "-") for name in carried} <= set(IN_THE_IMAGE.split())
     script.main(["--dry_run", "--finetune"])
     assert "fine_tune  the rest" in capsys.readouterr().out
 
@@ -132,6 +143,37 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, 
     with tarfile.open(work.output / "records.tar.xz") as archive:
         assert archive.getnames() == ["bad.log", "slow.log"]
     assert "good       passed" in capsys.readouterr().out
+
+
+def test_saving_ends_when_the_time_for_the_rest_begins(tmp_path):
+    work = work_in(tmp_path, seconds=2.0)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert len(list(work.save_while(process, 1.5))) == 1 and 0 < work.left_s <= 1.5
+    runs.kill(process)
+
+
+def test_a_list_keeps_its_weights_without_time_for_the_table(tmp_path, monkeypatch):
+    (tmp_path / "work" / "list" / "a" / "seed-1" / "run").mkdir(parents=True)
+    (tmp_path / "work" / "list" / "a" / "seed-1" / "run" / "run_record.json").touch()
+    (tmp_path / "out").mkdir()
+    work = Work(tmp_path, tmp_path / "work", tmp_path / "out", False, time.monotonic() + 60)
+    work.listed, order = str(tmp_path / "list.yaml"), []
+    listed = {"config": "presets/mlm/roberta_mini.yaml", "seeds": [1], "measures": {"loss": None, "words": {}}}
+    (tmp_path / "list.yaml").write_text(json.dumps({**listed, "rows": [{"name": "a"}]}))
+
+    def note(self, name, command, end_s):
+        order.append(name)
+        if name == "table":
+            raise RunError("table: time limit")
+
+    monkeypatch.setattr(Work, "run", note)
+    monkeypatch.setattr(Work, "start", lambda *_: subprocess.Popen([sys.executable, "-c", ""]))
+    monkeypatch.setattr(parts, "export", lambda model, output, name: order.append(name))
+    with pytest.raises(RunError, match="table: time limit"):
+        parts.run_list(work)
+    assert order == ["pack", "a", "table"]
+    written = load_yaml(work.folder / "list.yaml")["measures"]
+    assert written == {"loss": {}, "words": {"corpus": "presets/corpus/five_domains.yaml"}}
 
 
 def test_every_command_of_the_full_sizes_is_one_that_its_script_takes(tmp_path, monkeypatch, carried):

@@ -28,10 +28,11 @@ except ImportError as error:
 
 WHEELS = (
     "transformers==5.23.0 tokenizers==0.23.3 datasets==5.2.0 evaluate==0.4.6 sentencex==1.0.32 dill==0.4.1 "
-    "multiprocess==0.70.19"
+    "multiprocess==0.70.19 pydantic==2.14.4 pydantic_core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5"
 )
 CARRY = f"""
-To carry with the repository, for a machine with Python 3.12, torch 2.11, transformers 5.17 and its dependencies:
+To carry with the repository (64 MiB in all), for a machine with Python 3.12, torch 2.11, transformers 5.17 and its
+dependencies:
     python -m benchmarks.gpu.carry --data DIR --output {{carried}}
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest {{carried}}/wheels \\

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with pretrain, glue and blimp")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_carried"), help="new folder")
-    parser.add_argument("--text_mb", type=float, default=154, help="MB of uncompressed text")
+    parser.add_argument("--text_mb", type=float, default=130, help="MB of uncompressed text")
     parser.add_argument("--vocab_size", type=int, default=16384, help="entries of the tokenizer")
     args = parser.parse_args(argv)
     if (args.output / "text").exists():

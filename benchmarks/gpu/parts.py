@@ -189,8 +189,8 @@ def run_list(work: Work) -> Outcome:
     listed["output_dir"] = str(folder)
     listed["flags"] = {**listed.get("flags", {}), **text, "disable_tqdm": True}
     own = {"words": {"corpus": text["corpus"]}, "blimp": {"data_dir": str(work.folder / "tasks" / "blimp")}}
-    for name, flags in listed.get("measures", {}).items():
-        flags.update(own[name])
+    measures = listed.get("measures", {}).items()
+    listed["measures"] = {name: {**(flags or {}), **own.get(name, {})} for name, flags in measures}
     if work.tiny:
         listed["flags"] |= {"config_overrides": f"{TINY},vocab_size={work.vocab_size}", **named(TINY_TRAINING.split())}
     (work.folder / "list.yaml").write_text(yaml.safe_dump(listed))
@@ -203,11 +203,11 @@ def run_list(work: Work) -> Outcome:
             pass
         ended = process.poll() == 0
         kill(process)
-    work.run("table", [*runner, "--table"], work.end_s)
     runs = {row["name"]: folder / row["name"] / f"seed-{listed['seeds'][0]}" / "run" for row in listed["rows"]}
     done = [name for name, run in runs.items() if (run / "run_record.json").exists()]
     for name in done[:FILES]:
         export(runs[name], work.output, name)
+    work.run("table", [*runner, "--table"], work.end_s)  # last, as it may take longer than what is left
     return ended, {"table": work.log("table").read_text(), "exported": done[:FILES], "jobs": jobs}
 
 
@@ -225,7 +225,7 @@ def side_by_side() -> Iterator[None]:
         yield
     finally:
         if service:
-            subprocess.run([service], input="quit", text=True, check=False)
+            subprocess.run([service], input="quit -t 5", text=True, check=False)
 
 
 def fine_tune(work: Work) -> Outcome:

@@ -113,7 +113,7 @@ class Work:
         """Call `save`, and yield, every `SAVED_S` seconds until the process ends or `spare_s` are left."""
         while process.poll() is None and self.left_s > spare_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SAVED_S)
+                process.wait(min(SAVED_S, self.left_s - spare_s))
             self.save()
             yield
 
