@@ -138,7 +138,8 @@ def run(task: dict[str, Any]) -> dict[str, float]:
     else:
         words = ["train_mlm.py", "--config", "presets/mlm/roberta_mini.yaml", "--train_file", text]
         words += ["--validation_file", held_out, "--tokenizer_name", tokenizer, "--config_name", config]
-        words += ["--output_dir", out, "--max_steps", sizes[0], "--eval_strategy", "no", *our_flags(task)]
+        words += ["--learning_rate", sizes[3], "--mlm_probability", "0.3", "--max_grad_norm", "0", "--output_dir", out]
+        words += ["--initialization", "normal", "--max_steps", sizes[0], "--eval_strategy", "no", *our_flags(task)]
     wall_s = wall_of(task, words)
     return {"rate": tokens_of(out, task["way"]) / wall_s}
 

@@ -466,7 +466,7 @@ def test_the_lists_of_the_repository_are_lists(root, monkeypatch):
     assert {path.stem for path in Path("presets/experiments").glob("*.yaml")} == names
     assert len(lists.read("presets/experiments/mini_initialization.yaml").rows) == 16
     assert len(lists.read("presets/experiments/mini_hour.yaml").rows) == 15
-    assert len(lists.read("presets/experiments/mini_length.yaml").rows) == 30
+    assert len(lists.read("presets/experiments/mini_length.yaml").rows) == 15
     searched = lists.read("presets/experiments/mini_search.yaml")
     assert len(searched.rows) == 12 and searched.search
     arms = {

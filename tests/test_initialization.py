@@ -132,4 +132,4 @@ def test_checkpoints_and_other_architectures_are_refused(preset, tmp_path, model
         train_mlm.main([*flags, "--model_name_or_path", model_dir])
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "albert", **SHAPE}))
     with pytest.raises(InputError, match=r"supports roberta, .*bert, not 'albert'"):
-        train_mlm.main([*flags, "--config_name", str(tmp_path / "other.json")])
+        train_mlm.main([*flags, "--config_name", str(tmp_path / "other.json"), "--tokenizer_name", "before it is read"])

@@ -40,15 +40,21 @@ def factors(text: str | None) -> dict[str, float]:
     return {**defaults, **given}
 
 
+def check_family(text: str | None, family: str) -> None:
+    """Raise `InputError` for a `model_type` that mimetic initialization does not support."""
+    if family not in MODEL_TYPES:
+        types = ", ".join(MODEL_TYPES)
+        raise InputError(f"initialization={text} supports {types}, not {family!r}: use --initialization normal")
+
+
 @torch.no_grad()
 def initialize(model: PreTrainedModel, text: str | None) -> None:
     """Add the structure of `text` (as in `factors`) to a model's fresh weights, with torch's generator. Raises
     `InputError` for architectures other than `MODEL_TYPES`."""
     if "query_key" not in (factor := factors(text)):
         return
-    config, family = model.config, model.config.model_type
-    if family not in MODEL_TYPES:
-        raise InputError(f"initialization={text} supports {', '.join(MODEL_TYPES)}, not {family!r}: use normal")
+    check_family(text, family := model.config.model_type)
+    config = model.config
     size, heads = config.hidden_size, config.num_attention_heads
     first = architectures.TABLE[family].first_position(config)
     table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); those before `first` are unused

@@ -122,10 +122,12 @@ def packed_formats(objective: str) -> list[str]:
 
 
 def check_model(args: MlmArguments) -> None:
-    """Raise `InputError` for a missing model or an unknown `initialization`."""
+    """Raise `InputError` for a missing model or an `initialization` that is unknown or not for its family."""
     if not args.config_name and not args.model_name_or_path:
         raise InputError("no model: set config_name for fresh weights, or model_name_or_path for a checkpoint")
-    initialization.factors(args.initialization)
+    if args.config_name and "query_key" in initialization.factors(args.initialization):
+        config = weights.read_config(args.config_name, "config_name")
+        initialization.check_family(args.initialization, config.model_type)
 
 
 def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
