@@ -219,6 +219,23 @@ def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
     corpora.check_unchanged(reader.corpus)
 
 
+def test_other_times_are_looked_into_once(big_file, monkeypatch):
+    path, make = big_file
+    corpus, hashed, sha256 = make(), [], durable.sha256
+    monkeypatch.setattr(durable, "sha256", lambda name: hashed.append(name) or sha256(name))
+    path.chmod(0o600)
+    for _ in range(3):
+        corpora.check_unchanged(corpus)
+    assert hashed == [str(path)]
+
+
+def test_a_file_that_cannot_be_hashed_is_named(big_file, monkeypatch):
+    """Also with `on_bad_shard: skip`, with which reading it is a warning."""
+    monkeypatch.setattr(durable, "sha256", lambda name: os.stat(f"{name}.absent"))
+    with pytest.raises(InputError, match=r"cannot be hashed: .* No such file or directory: .*a.jsonl.absent"):
+        big_file[1](on_bad_shard="skip")
+
+
 def test_a_file_that_is_cut_in_mid_run_is_not_skipped(big_file):
     """`on_bad_shard: skip` is for files that were bad at the start of the run."""
     path, make = big_file
@@ -256,6 +273,11 @@ def test_a_validation_file_that_is_trained_on_is_refused(tmp_path, own_source):
         corpus_of("c", sources)
     write_parquet(copy, TEXTS)
     corpus_of("c", sources)
+    for number in (1, 2):  # empty shards are alike
+        (tmp_path / f"{number}").mkdir()
+        write_text(tmp_path / f"{number}" / "a.txt", TEXTS[number::2])
+        (tmp_path / f"{number}" / "empty.txt").touch()
+    corpus_of("c", [Source("a", files=str(tmp_path / "1"), validation_files=str(tmp_path / "2"))])
 
 
 # Mixture
@@ -308,6 +330,8 @@ def test_sample_of_the_mixture(tmp_path):
         ("sources: [{name: a, files: x, weight: .inf}]", "weight is inf, and must be a finite number"),
         ("sources: [{name: a, dataset: org/data}]", "pin the dataset 'org/data' with `revision:`"),
         ("sources: [{name: a, files: x, weight: 1.0e-9}, {name: b, files: y, weight: 1}]", "has a share of 1e-09"),
+        ("sources: [{name: a, files: x, filters: [[lang, en]]}]", "filters=[['lang', 'en']] is not a list of [column"),
+        ("sources: [{name: a, files: x, filters: [[lang, is, en]]}]", '"is" is not a valid operator'),
         ("sources: [{name: ../../escaped, files: x}]", "a name must be 1 to 60 letters, digits"),
         ('sources: [{name: "a\\n", files: x}]', "a name must be 1 to 60 letters, digits"),
         ("sources: [{name: a, files: x, weight: 1}, {name: b, files: y}]", "every source needs a share"),
@@ -395,7 +419,24 @@ def test_small_files_are_warned_of(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_a_text_file_without_blank_lines_is_warned_of(tmp_path, caplog, monkeypatch):
+    """Also where a validation file is named: all of it is packed at once."""
+    monkeypatch.setattr(reading, "_HUGE", 2000)
+    for name, separator in (("lines.txt", "\n"), ("documents.txt", "\n\n")):
+        (tmp_path / name).write_text(separator.join(TEXTS))
+    write_text(tmp_path / "held_out.txt", make_documents(20, seed=1))
+    write_parquet(tmp_path / "one.parquet", ["\n".join(TEXTS)])
+    for name, expected in (("lines.txt", 1), ("documents.txt", 0), ("one.parquet", 0)):
+        caplog.clear()
+        check(tmp_path / name, validation_files=str(tmp_path / "held_out.txt"))
+        assert caplog.text.count("Only blank lines separate documents in .txt") == expected
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "a.txt", TEXTS)
+    with pytest.raises(InputError, match="'' does not exist, or has no file"):  # of an unset variable of the shell
+        resolve(corpora.corpus_of_files([""], None, "text"))
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.docx").write_text("x")

@@ -321,6 +321,18 @@ def test_the_first_blocks_only_again_and_again(one_source, tokenizer, limit):
     assert [*map(facts, itertools.islice(limited(13), 7))] == blocks[13:20]
 
 
+def test_blocks_of_a_source_that_ends_among_the_first_are_counted_once(tmp_path, tokenizer, caplog):
+    counts = {"small": 10, "large": 600}
+    sources = [
+        Source(name, files=write_jsonl(tmp_path / f"{name}.jsonl", make_documents(count, seed=count)), weight=1.0)
+        for name, count in counts.items()
+    ]
+    blocks = TrainBlocks(reader_of(corpus_of("c", sources), tokenizer), batch_size=1, limit=100)
+    different = {block.id for block in itertools.islice(blocks, 100)}
+    assert len(different) < 100
+    assert f"max_train_samples=100: these are only {len(different)} different blocks" in caplog.text
+
+
 # Micro-batches
 
 

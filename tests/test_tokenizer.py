@@ -127,6 +127,8 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
     ("argv", "message"),
     [
         ([], "either --corpus or --train_file"),
+        (["--corpus", "a.yaml", "--text_column", "body"], "validation_file and text_column go with --train_file"),
+        (["--corpus", "a.yaml", "--validation_file", "b"], "validation_file and text_column go with --train_file"),
         (["--train_file", "small.txt"], "vocab_size=50265: the sample gives only"),
         (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
         (["--train_file", "absent.txt"], "'absent.txt' does not exist"),

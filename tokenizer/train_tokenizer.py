@@ -71,6 +71,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.train_file):
         raise InputError("give either --corpus or --train_file")
+    if args.corpus and (args.validation_file or args.text_column != "text"):
+        raise InputError("validation_file and text_column go with --train_file; a corpus preset has its own")
     for name in ("sample_mb", "validation_mb"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"{name}={getattr(args, name)} must be a number above 0")

@@ -66,6 +66,9 @@ class Source:
             raise InputError(f"{where} must have exactly one of dataset, files, builtin")
         if self.dataset and not self.revision and not Path(self.dataset).exists():
             raise InputError(f"{where}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)")
+        if self.filters:
+            with parsing(f"{where}: filters={self.filters}", "a list of [column, operator, value]"):
+                pq.filters_to_expression([tuple(one) for one in self.filters])
 
 
 class FileHash(NamedTuple):
@@ -88,7 +91,7 @@ class Corpus:
     on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
     resolved: Mapping[tuple[str, str], Files] = field(default_factory=dict, repr=False)  # by source name and split
     excluded: frozenset[str] = frozenset()  # `text_hash` of each document of `leave_out`
-    file_hashes: Mapping[str, FileHash] = field(default_factory=dict, repr=False)  # by path
+    file_hashes: dict[str, FileHash] = field(default_factory=dict, repr=False)  # by path
 
     def __post_init__(self):
         where, names = f"corpus {self.name!r}", [source.name for source in self.sources]
@@ -182,7 +185,8 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
     """Files, folders and globs, local or of any `fsspec` URL."""
     formats: dict[str, str] = {}  # by path
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern))
+        # an empty path would be the current folder
+        paths = _remote_paths(name, pattern) if "://" in pattern else _local_paths(resolve_path(pattern or os.devnull))
         readable = {path: format for path in paths if (format := _format_of(path))}
         if not readable:
             raise InputError(
@@ -273,7 +277,10 @@ def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases the GIL
         hashed = threads.map(lambda name: _hash_file(name, cached.get(name)), names)
         hashed = Bar(hashed, total=len(names), desc="Hashing files", delay=2, leave=False)
-        file_hashes = dict(zip(names, hashed, strict=True))
+        try:
+            file_hashes = dict(zip(names, hashed, strict=True))
+        except OSError as error:  # also with `on_bad_shard: skip`, as the fingerprint needs every file
+            raise InputError(f"a file of the corpus cannot be hashed: {error}; fix it, or leave it out") from None
     cacheable = {name: one for name, one in file_hashes.items() if one.stamp and max(one.stamp[1:3]) < newest_ns}
     if cacheable != cached:
         with contextlib.suppress(OSError):  # a full or read-only disk: hashed again at the next start
@@ -304,6 +311,7 @@ def _check_held_out(corpus: Corpus) -> None:
     """Raise `InputError` for a validation file with the content of a training file, whatever its name."""
     content = {path: str(one.values[1:] if one.stamp else one.values) for path, one in corpus.file_hashes.items()}
     trained = {content[path]: path for source in corpus.sources for path in corpus.files(source, "train")[1]}
+    trained = {one: path for one, path in trained.items() if corpus.file_hashes[path].values[1:2] != [0]}  # not empty
     for source in corpus.sources:
         for path in corpus.files(source, "validation")[1] if source.validation_files else ():
             if same := trained.get(content[path]):
@@ -330,15 +338,16 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
 
 def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
     """Raise `RunError` if a local file (with `path`: that file) has changed since `hash_files`. Takes microseconds per
-    file: it is hashed again only if size, times or inode differ."""
+    file: it is hashed again only if size, times or inode differ from those of its last hash."""
     hashes = corpus.file_hashes
     for name in hashes if path is None else hashes.keys() & {path}:
         try:
-            changed = hashes[name].stamp and _hash_file(name, hashes[name]).values != hashes[name].values
+            now = _hash_file(name, hashes[name]) if hashes[name].stamp else hashes[name]
         except OSError:
-            changed = True
-        if changed:
+            now = None
+        if not now or now.values != hashes[name].values:
             raise RunError(
                 f"{name} was changed, replaced or removed while this run reads it. Put that file back and start the "
                 "same command again, or begin another run in another output_dir"
             )
+        hashes[name] = now

@@ -16,6 +16,8 @@ from roberta_recipe.log import logger
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of network file systems
 _CHECKED_DOCUMENTS = 100  # of each file, before training
+_HUGE = 20_000_000  # characters; no book has as many
+_BLANK_LINES = "Only blank lines separate documents in .txt; for one per line, run: sed G lines.txt > docs.txt"
 
 
 class BadShard(InputError):
@@ -141,13 +143,16 @@ def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -
 
 def check_sources(corpus: Corpus) -> None:
     """Read the first documents of each local file. Raises `InputError` for an unreadable file, a source without a
-    training document, and a corpus without a validation document; warns of a source without one."""
+    training document, and a corpus without a validation document; warns of a source without one, and of a text file
+    without blank lines."""
     without = []
     for source in corpus.sources:
         for path in corpus.files(source, "train")[1]:
             if "://" not in path:
-                for _ in itertools.islice(file_rows(corpus, source, "train", path), _CHECKED_DOCUMENTS):
-                    pass
+                rows = itertools.islice(file_rows(corpus, source, "train", path), _CHECKED_DOCUMENTS)
+                longest = max(len(row.text or "") for row in rows)
+                if longest > _HUGE and corpus.files(source, "train")[0] == "text":
+                    logger.warning(f"{path} has one document of {longest:,} characters, packed at once. {_BLANK_LINES}")
         if next(documents(corpus, source, "train", seed=0), None) is None:
             raise InputError(f"source {source.name!r} is empty: none of its documents has text to train on")
         is_remote = any("://" in path for path in corpus.files(source, "validation")[1])
@@ -156,7 +161,7 @@ def check_sources(corpus: Corpus) -> None:
     message = f"no document is held out of {', '.join(without)}; name a --validation_file, or in a corpus preset "
     message += "validation_files or a higher validation_share"
     if any(corpus.files(source, "train")[0] == "text" for source in corpus.sources):
-        message += ". Only blank lines separate documents in .txt; for one per line, run: sed G lines.txt > docs.txt"
+        message += f". {_BLANK_LINES}"
     if len(without) == len(corpus.sources):
         raise InputError(message)
     if without:
