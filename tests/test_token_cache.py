@@ -102,6 +102,11 @@ def test_a_cache_of_something_else_is_refused(corpus, built, tokenizer, tmp_path
     for name, change in changes.items():
         with pytest.raises(InputError, match=rf"{name} was .*, is {next(iter(change.values()))!r}"):
             token_cache.build(folder, reader_of(corpus, tokenizer, **change), num_proc=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "version", lambda name: "1.0.33")
+        with pytest.raises(InputError, match=r"sentencex was None, is '1.0.33'"):
+            token_cache.build(folder, reader_of(corpus, tokenizer), num_proc=1)
+        assert "sentencex" not in reader_of(corpus, tokenizer, packer="contiguous").fingerprint()
     write_jsonl(tmp_path / "a1.jsonl", make_documents(5, seed=99))
     changed = corpus_of("c", corpus.sources, validation_share=0.2)
     with pytest.raises(InputError, match=r"source a was '3 files, \w+', is '3 files, \w+'"):

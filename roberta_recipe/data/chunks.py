@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from roberta_recipe.record import INDEX_NAME
 
 CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that reaches it
 REVISION = "chunks of 8 MB"  # in fingerprints: caches and checkpoints of other revisions are refused
+_SPLITTER = "1.0.32"  # of sentencex; another version is in fingerprints, as it may split other sentences
 _TEXT_PER_CALL = 1 << 19  # characters per tokenizer call: enough for all cores
 
 # Packers by input format; for pairs by "format objective": nsp, sop, or in_order (no pair objective, text order)
@@ -242,12 +244,14 @@ class TextReader:
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that the blocks depend on, except for their order."""
+        splitter = version("sentencex")
         return {
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "input_format": self.packer,
             "max_seq_length": self.max_seq_length,
             "chunks": REVISION,
             **({"phrases": list(self.phrases)} if self.phrases else {}),
+            **({"sentencex": splitter} if self.packer != "contiguous" and splitter != _SPLITTER else {}),
             **corpus_fingerprint(self.corpus),
         }
 
