@@ -150,7 +150,7 @@ def check_sources(corpus: Corpus) -> None:
         for path in corpus.files(source, "train")[1]:
             if "://" not in path:
                 rows = itertools.islice(file_rows(corpus, source, "train", path), _CHECKED_DOCUMENTS)
-                longest = max(len(row.text or "") for row in rows)
+                longest = max((len(row.text or "") for row in rows), default=0)
                 if longest > _HUGE and corpus.files(source, "train")[0] == "text":
                     logger.warning(f"{path} has one document of {longest:,} characters, packed at once. {_BLANK_LINES}")
         if next(documents(corpus, source, "train", seed=0), None) is None:
