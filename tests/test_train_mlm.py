@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -141,7 +142,9 @@ def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
     assert not Path("runs").exists()
     packed = train(preset, "--output_dir", "packed")
     assert list(Path("runs/roberta_tokens").rglob("*.bin"))
-    measured, _ = evaluate.main(["--model_name_or_path", "packed", "--token_cache", ""])  # where the cache is not
+    shutil.rmtree("runs")
+    measured, _ = evaluate.main(["--model_name_or_path", "packed"])  # where the cache is not
+    assert not Path("runs").exists()
     assert measured["eval_loss"] == packed["metrics"]["eval_loss"]
     assert packed["digest"] == from_text["digest"] and logged_losses(packed) == logged_losses(from_text)
 

@@ -6,7 +6,7 @@
 Without `--config`, the preset is that in the checkpoint's folder: a run is measured on its held-out text, unless
 another is named. The tokenizer is the checkpoint's, not the preset's, or `--tokenizer_name`. On several GPUs:
 `accelerate launch tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of
-`train_mlm.py`. Writes nothing except missing shards of a token cache.
+`train_mlm.py`. Without the run's token cache, they come from its text. Writes nothing except missing shards of a cache.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from roberta_recipe.data import masking
+from roberta_recipe.data import masking, token_cache
 from roberta_recipe.data.corpus import hash_files, in_words, resolve
 from roberta_recipe.data.documents import check_sources
 from roberta_recipe.errors import InputError, exit_on_error
@@ -65,6 +65,8 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         )
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
+    if args.token_cache and not Path(args.token_cache, token_cache.FINGERPRINT).exists():
+        args = dataclasses.replace(args, token_cache=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
     pretraining.derive(args, training_args)
