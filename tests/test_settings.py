@@ -223,4 +223,4 @@ def test_every_preset_of_the_repository_is_valid(root):
         assert (root / args.config_name).is_file() and (root / args.corpus).is_file()
         if path.stem.startswith("roberta"):
             assert (training_args.adam_beta1, training_args.adam_beta2, training_args.adam_epsilon) == (0.9, 0.98, 1e-6)
-            assert training_args.max_grad_norm == (1.0 if path.stem == "roberta_h100" else 0.0)
+            assert training_args.max_grad_norm == (1.0 if path.stem in ("roberta_h100", "roberta_mini") else 0.0)
