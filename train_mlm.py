@@ -279,7 +279,7 @@ def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None, val
     if not blocks and size:
         texts = (reader.tokenizer.decode(block["input_ids"], skip_special_tokens=True) for block in validation)
         blocks = size * len(validation) / sum(len(text.encode()) for text in texts)
-    blocks = min(blocks, args.max_train_samples or blocks)
+    blocks = min(blocks or 0, args.max_train_samples or math.inf)
     return f", {about}{steps * args.global_batch_size / blocks:,.1f} passes over the text" if blocks else ""
 
 

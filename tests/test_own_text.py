@@ -18,6 +18,7 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
 from roberta_recipe.errors import InputError
 from roberta_recipe.training import pretraining
+from roberta_recipe.training.arguments import MlmArguments
 from roberta_recipe.training.pretraining import CONTINUE, DEMONSTRATION, preset_of
 from tools import evaluate
 
@@ -103,6 +104,14 @@ def test_a_checkpoint_brings_its_tokenizer_whatever_the_preset_names(preset, mod
 def test_a_vocabulary_grows_with_the_text():
     sizes = [tokenizer_training.size_for(size) for size in (0, 15_000_000, 100_000_000, 1_000_000_000, 160_000_000_000)]
     assert sizes[:2] == [4096, 4096] and sizes[3:] == [50_265, 50_265] and 12_000 < sizes[2] < 13_000
+
+
+def test_passes_over_text_of_unknown_size_are_not_estimated(monkeypatch):
+    """Compressed and remote files have no size."""
+    monkeypatch.setattr(train_mlm.stream, "blocks_of_pass", lambda reader: None)
+    for limit in (None, 100):
+        args = MlmArguments(global_batch_size=32, max_train_samples=limit)
+        assert train_mlm.passes(args, 4, None, None, []) == ""
 
 
 def test_own_text_in_one_command(texts, tmp_path, capsys):
