@@ -196,7 +196,7 @@ def train_missing_tokenizer(
     )
     tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not is_size_given)
     try:
-        with weights.model_max_length_for(tokenizer, config):
+        with weights.saved_for(tokenizer, config):
             tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
     except InputError:
         if training_args.world_size == local_processes():  # else another machine saved the same, in a shared folder

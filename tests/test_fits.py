@@ -41,7 +41,7 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
     assert weights.max_positions(config) == positions >= values["max_seq_length"]
     before = tokenization.files_fingerprint(tokenizer)
     masked_lm_class(config)(config).save_pretrained(tmp_path)
-    with weights.model_max_length_for(tokenizer, config):
+    with weights.saved_for(tokenizer, config):
         tokenizer.save_pretrained(tmp_path)
     assert long_text_is_completed(str(tmp_path)) == positions
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
@@ -70,10 +70,16 @@ def test_models_without_a_table_of_positions(config):
     assert weights.max_positions(config) is None
 
 
-def test_a_model_of_one_token_type_is_saved_without_types(config, wordpiece, tmp_path):
-    """A pair's second segment has type 1 in BERT's tokenizer, and RoBERTa's embedding has one row."""
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("names", [["input_ids", "token_type_ids"], ["input_ids", "attention_mask"]])
+def test_the_saved_tokenizer_makes_the_columns_of_the_model(config, wordpiece, tmp_path, rows, names, monkeypatch):
+    """A pair's second segment has type 1 in BERT's tokenizer, RoBERTa's embedding one row; ALBERT's tokenizer does not
+    name types, and its model embeds two."""
+    monkeypatch.setattr(wordpiece, "model_input_names", names)
     before = tokenization.files_fingerprint(wordpiece)
-    with weights.model_max_length_for(wordpiece, config):
+    config.type_vocab_size = rows
+    with weights.saved_for(wordpiece, config):
         wordpiece.save_pretrained(tmp_path)
-    assert list(AutoTokenizer.from_pretrained(tmp_path)("a", "b")) == ["input_ids", "attention_mask"]
-    assert "token_type_ids" in wordpiece("a", "b") and tokenization.files_fingerprint(wordpiece) == before
+    expected = {"input_ids", "attention_mask"} | ({"token_type_ids"} if rows == 2 else set())
+    assert set(AutoTokenizer.from_pretrained(tmp_path)("a", "b")) == expected
+    assert wordpiece.model_input_names == names and tokenization.files_fingerprint(wordpiece) == before

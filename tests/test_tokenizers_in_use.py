@@ -133,7 +133,7 @@ class Saved:
             model_name_or_path=str(folder), tokenizer_name=None, max_seq_length=max_seq_length
         )
         self.loaded = protocol.load_tokenizer(self.args)
-        with weights.model_max_length_for(self.loaded, weights.read_config(str(folder)), max_seq_length):
+        with weights.saved_for(self.loaded, weights.read_config(str(folder)), max_seq_length):
             self.loaded.save_pretrained(folder / "best")
         self.used = AutoTokenizer.from_pretrained(folder / "best")
 

@@ -38,7 +38,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import parsing, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.model.weights import load, model_max_length_for, read_config
+from roberta_recipe.model.weights import load, saved_for, read_config
 from roberta_recipe.settings import RecipeParser
 
 _BODY = "encoder.sentence_encoder."
@@ -385,7 +385,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
-    with model_max_length_for(tokenizer, model.config):
+    with saved_for(tokenizer, model.config):
         tokenizer.save_pretrained(args.output_dir)
     logger.info(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")
 

@@ -1,6 +1,7 @@
 """Config and weight loading; missing weights, which `from_pretrained` draws at random with a warning, are errors."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,19 +97,29 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
         )
 
 
+def set_input_names(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Set the tokenizer's `model_input_names` for a model: always a mask, without which a row would depend on the
+    others of its batch, and token types where the model embeds each of a pair."""
+    types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
+    unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's does not
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    if getattr(config, "type_vocab_size", unknown) <= max(1, *types):
+        names.remove("token_type_ids")  # RoBERTa with BERT's tokenizer
+    if set(names) != set(tokenizer.model_input_names):
+        tokenizer.model_input_names = names
+        tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": names}  # this is saved
+
+
 @contextlib.contextmanager
-def model_max_length_for(
+def saved_for(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """Context in which a tokenizer is saved beside a model: sets `model_max_length` to `max_length` (default: the
-    model's maximum), so that `pipeline` truncates, and drops token types if the model has a single one (RoBERTa with
-    BERT's tokenizer). Restored afterwards, as fingerprints include the loaded values."""
+    """Context in which a tokenizer is saved beside a model: with the model's input names, and a `model_max_length` of
+    `max_length` (default: the model's maximum), so that `pipeline` truncates. Restored afterwards, as fingerprints
+    include the loaded values."""
     before = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "init_kwargs")}
     tokenizer.model_max_length = max_length or max_positions(config) or tokenizer.model_max_length
-    if getattr(config, "type_vocab_size", 2) == 1 and "token_type_ids" in tokenizer.model_input_names:
-        names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-        tokenizer.model_input_names = names
-        tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": names}
+    set_input_names(tokenizer, config)
     try:
         yield
     finally:

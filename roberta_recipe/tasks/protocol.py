@@ -119,7 +119,7 @@ def check_arguments(
 
 
 def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
-    """The fast tokenizer, without token types if the model has none. Raises `InputError` for a slow tokenizer and for
+    """The fast tokenizer, with the columns of the model. Raises `InputError` for a slow tokenizer and for
     one with more tokens than the model."""
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
@@ -130,13 +130,7 @@ def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
             f"the tokenizer {name!r} has {len(tokenizer):,} tokens, the model {args.model_name_or_path!r} {rows:,}: "
             "name the model's own with tokenizer_name"
         )
-    types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
-    names = ["input_ids", "token_type_ids", "attention_mask"]  # without a mask, a row would depend on the others
-    unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's does not
-    if getattr(config, "type_vocab_size", unknown) <= max(1, *types):
-        names.remove("token_type_ids")  # RoBERTa with BERT's tokenizer
-    if set(names) != set(tokenizer.model_input_names):
-        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved
+    weights.set_input_names(tokenizer, config)
     return tokenizer
 
 

@@ -336,7 +336,7 @@ class DurableTrainer(Trainer):
         if self.is_deepspeed_enabled:
             self.model.config.dtype = "float32"  # of the file; `save_pretrained` wrote the dtype in memory
             self.model.config.save_pretrained(folder)
-        with weights.model_max_length_for(self.processing_class, self.model.config, self.saved_max_length):
+        with weights.saved_for(self.processing_class, self.model.config, self.saved_max_length):
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
