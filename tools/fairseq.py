@@ -38,7 +38,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import parsing, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.model.weights import load, saved_for, read_config
+from roberta_recipe.model.weights import load, read_config, saved_for
 from roberta_recipe.settings import RecipeParser
 
 _BODY = "encoder.sentence_encoder."
