@@ -9,6 +9,7 @@ permutation of the samples' scores against the pretrained encoder's.
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text
 
 def score(features: Sequence, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
     """Test score x 100 of a logistic regression on standardized features."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="sklearn")  # defaults of its next versions
     regression = LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, scoring=make_scorer(metric))
     classifier = make_pipeline(scaler, regression).fit(features[0], labels)
     return 100 * float(metric(test_labels, classifier.predict(features[1])))

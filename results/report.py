@@ -44,6 +44,7 @@ from roberta_recipe.record import (
     Summary,
     percent,
     picked_setting,
+    portable,
     read_record,
 )
 from roberta_recipe.settings import RecipeParser, check_mapping, load_yaml
@@ -208,10 +209,14 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         raise InputError(
             f"{source} has no {CURVE_NAME}: copy it too, or move {RECORD_NAME} away and start the run again"
         )
+    if BLIMP_NAME in records and blimp_table.is_stale(records[BLIMP_NAME], source):
+        raise InputError(f"{source / BLIMP_NAME} is of other weights: run make blimp again, or move it away")
     target.mkdir(parents=True, exist_ok=True)
     for file, values in records.items():
-        durable.write_json(target / file, values)
+        durable.write_json(target / file, portable(values))
     if RECORD_NAME in records:
+        if BLIMP_NAME not in records:
+            (target / BLIMP_NAME).unlink(missing_ok=True)  # of the former run
         shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
 
@@ -452,7 +457,7 @@ def pretraining(ledger: Ledger) -> list[tuple[str, ...]]:
     lines = []
     for model, record in ledger.pretrained.items():
         args, blocks = record["resolved_args"], record["metrics"]["eval_blocks"]
-        batch = f"{args.get('global_batch_size')} x {args['max_seq_length']}"  # sequences x tokens
+        batch = f"{record['global_batch_size']} x {args['max_seq_length']}"  # sequences x tokens
         preset = f"{batch}, {record['steps']:,} steps at {args['learning_rate']:g}"
         measured = (f"{record['parameters'] / 1e6:.1f} M", _perplexity(record), f"validation, {blocks:,} blocks")
         speed = (f"{record['tokens_per_second']:,}", f"{record['peak_memory_bytes'] / 1e9:.1f} GB")
@@ -534,8 +539,8 @@ def plot_curves(ledger: Ledger, path: str | Path) -> None:
         if name in ledger.blimp:
             score, controls = blimp_scores(ledger.blimp[name])
             points = [*points, [record["steps"], score]]
-            for control in [statistics.fmean(controls)] * bool(controls):
-                right.axhline(100 * control, color=color, linestyle="--", linewidth=0.8)
+            if controls:
+                right.axhline(100 * statistics.fmean(controls), color=color, linestyle="--", linewidth=0.8)
         tokens, scores = _over_tokens(record, points)
         right.plot(tokens, plots.times_100(scores), **style | {"markersize": 6})
     for figures in YARDSTICKS:

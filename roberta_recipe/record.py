@@ -29,6 +29,8 @@ HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a toke
 HUB_NAME = "hub.json"  # the run's id, also in the card of its repository on the Hub
 BLIMP_NAME = "blimp.json"  # BLiMP scores, beside the weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of a fine-tuning protocol; folder of a run's best epoch
+_LOCAL = {"train_file", "validation_file", "test_file", "data_dir", "wsc_dir", "blimp_dir", "token_cache"}  # paths
+_LOCAL |= {"output_dir", "best_run"}
 
 
 class RunRecord(TypedDict):
@@ -281,13 +283,14 @@ def finite(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-def portable(value: Any) -> Any:
-    """`value` with file names in place of absolute paths, for publishing."""
+def portable(value: Any, name: str = "") -> Any:
+    """`value`, the value of the flag or field `name`, with file names in place of local paths, for publishing."""
     if isinstance(value, dict):
-        return {key: portable(item) for key, item in value.items()}
+        return {key: portable(item, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [portable(item) for item in value]
-    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+        return [portable(item, name) for item in value]
+    is_path = isinstance(value, str) and "://" not in value and (name in _LOCAL or os.path.isabs(value))
+    return Path(value).name if is_path else value
 
 
 def write_preset(values: dict[str, Any], output_dir: str | Path) -> None:

@@ -17,6 +17,7 @@ from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.trainer_utils import HubStrategy
 
 import finetune_glue
 import train_mlm
@@ -24,6 +25,7 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.model import weights
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
 from tools import push as push_tool
@@ -62,6 +64,7 @@ def read_all(folder):
 
 LOAD = """
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.trainer_utils import HubStrategy
 tokenizer = AutoTokenizer.from_pretrained("me/small")
 model = AutoModelForMaskedLM.from_pretrained("me/small")
 print(model(**tokenizer("the cat", return_tensors="pt")).logits.sum().item())
@@ -174,8 +177,71 @@ def test_dropped_connections_are_tried_again(server, preset, tmp_path, capsys):
         push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small", "--license", "mit"])
 
 
-def test_absolute_paths_are_published_by_their_name():
-    assert records.portable(["/data/roberta-base/", "/data/a.txt", "a/b"]) == ["roberta-base", "a.txt", "a/b"]
+def test_local_paths_are_published_by_their_name():
+    values = {
+        "train_file": ["/data/a.txt", "client/b.txt", "hf://datasets/me/c.txt"],
+        "answer": "a/b",
+        "x": "/d/roberta/",
+    }
+    names = {"train_file": ["a.txt", "b.txt", "hf://datasets/me/c.txt"], "answer": "a/b", "x": "roberta"}
+    assert records.portable([values]) == [names]
+
+
+def test_what_is_of_other_weights_is_not_published(server, preset, tmp_path, capsys):
+    """BLiMP scores from before a run was continued, and weights that are newer than the record."""
+    saving, run = ["--save_strategy", "steps", "--save_steps", "2"], tmp_path / "run"
+    train(preset, *saving)
+    before = (run / "run_record.json").read_bytes()
+    interval = {
+        f"mean_of_{kind}{end}": [0.7, 0.8] if end else 0.777
+        for kind in ("paradigms", "phenomena")
+        for end in ("", "_interval")
+    }
+    blimp = {"scores": {"pll": interval}, "random_weights": [], "pairs": 100, "partial": ""}
+    durable.write_sealed(run / "blimp.json", {**blimp, "weights": weights.content_hash(str(run))})
+    published = hub.prepare("me/small", run)
+    assert "77.7" in (published / "README.md").read_text() and (published / "blimp.json").is_file()
+    train(preset, *saving, "--max_steps", "6", "--resume_despite_changes", "true")
+    published = hub.prepare("me/small", run)
+    assert "77.7" not in (published / "README.md").read_text() and not (published / "blimp.json").exists()
+    assert "blimp.json is of other weights, so it is not published: run make blimp again" in capsys.readouterr().err
+    (run / "run_record.json").write_bytes(before)
+    with pytest.raises(InputError, match=r"run has newer weights than its run_record.json: finish its run first"):
+        push_tool.main(["--model", str(run), "--repo", "me/small"])
+
+
+def test_a_pushed_checkpoint_replaces_the_last_one(server, tmp_path):
+    """DeepSpeed's folder has the step in its name."""
+    server.repositories["me/small"] = {"main": {".gitattributes": b""}}
+    publisher = hub.Publisher("me/small", "id", None, HubStrategy.CHECKPOINT, True)
+    for step in (2, 4):
+        shard = tmp_path / f"checkpoint-{step}" / f"global_step{step}" / "optim_states.pt"
+        shard.parent.mkdir(parents=True)
+        shard.write_bytes(b"shard")
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
+        publisher.push_checkpoint(tmp_path / f"checkpoint-{step}", step)
+        publisher.wait()
+    files = server.repositories["me/small"]["main"]
+    assert [name for name in files if "optim" in name] == ["last-checkpoint/global_step4/optim_states.pt"]
+
+
+def test_a_local_start_is_not_published_as_a_model_of_the_hub(server, preset, model_dir, tmp_path, monkeypatch):
+    """Neither from another folder, where its relative path is none."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_dir, "me/start")
+    train(preset, "--model_name_or_path", "me/start", "--config_name", "", "--tokenizer_name", model_dir)
+    monkeypatch.chdir("me")
+    card = cards.ModelCard.load(hub.prepare("me/small", tmp_path / "run") / "README.md")
+    assert card.data.to_dict().get("base_model") is None and "continued from `start`" in card.text
+
+
+def test_a_model_of_the_hub_is_identified_by_its_commit(server, preset, tmp_path):
+    train(preset)
+    push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/identified"])
+    before = weights.content_hash("me/identified")
+    assert cards._HUB_COMMIT.fullmatch(before)
+    push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/identified", "--license", "mit"])
+    assert weights.content_hash("me/identified") != before
 
 
 def test_an_outage_and_refused_metadata_are_told_apart(server, preset, tmp_path, monkeypatch):
@@ -345,6 +411,10 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     (metric,) = result["metrics"]
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
     assert head["pipeline_tag"] == "text-classification"
+    assert weights.content_hash(model_dir) == durable.read_sealed(best / "run_record.json")["fingerprint"]["weights"]
+    (tmp_path / "rte" / "run_record.json").write_text("{}")
+    with pytest.raises(InputError, match=r"output_dir=.*rte is the folder of another run, of which it has run_record"):
+        finetune_glue.main(argv)
     with pytest.raises(InputError, match="keep=none leaves no weights to push"):
         finetune_glue.main([*argv, "--keep", "none"])
 
@@ -365,8 +435,11 @@ def made_up_summary(**dataset):
 
 def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server, preset, tmp_path):
     train(preset)
-    (tmp_path / "sense").mkdir()
+    best = tmp_path / "sense" / "lr1e-05-batch16-seed2"
+    best.mkdir(parents=True)
+    start = {"weights": weights.content_hash(str(tmp_path / "run"))}
     durable.write_sealed(tmp_path / "sense" / "summary.json", made_up_summary(hub_id="me/sense", hub_config="all"))
+    durable.write_sealed(best / "run_record.json", {"fingerprint": start})
     push = ["--model", str(tmp_path / "run"), "--repo", "me/small", "--results"]
     push_tool.main([*push, str(tmp_path / "sense")])
     card = card_of(server.repositories["me/small"]["main"])
@@ -375,6 +448,10 @@ def test_results_of_fine_tuning_stand_on_the_card_of_the_pretrained_model(server
     )
     assert scored in card.text and "Majority answer: the score of the most frequent right answer" in card.text
     assert [result.dataset_type for result in card.data.eval_results].count("me/sense") == 1
+    for other in ({"weights": "0123"}, {**start, "random_weights": True}):
+        durable.write_sealed(best / "run_record.json", {"fingerprint": other})
+        with pytest.raises(InputError, match=r"sense is not fine-tuned from the weights in .*run: leave it out"):
+            push_tool.main([*push, str(tmp_path / "sense")])
     with pytest.raises(InputError, match=r"summary\.json is missing"):
         push_tool.main([*push, str(tmp_path / "none")])
     with pytest.raises(InputError, match="has no finished run"):

@@ -45,7 +45,13 @@ def write_pretraining(folder, perplexity=50.25):
         "tokens_at_steps": [[50, 500_000]],
         "counts": {"train": {}, "validation": {"a": {"blocks": 1000}, "b": {"blocks": 24}}},
         "hardware": {"gpus": ["NVIDIA H200"], "cpu_cores": 16, "machine": "x86_64"},
-        "resolved_args": {"global_batch_size": 32, "max_seq_length": 128, "max_steps": 100, "learning_rate": 1e-3},
+        "global_batch_size": 32,  # derived, so not among the arguments
+        "resolved_args": {
+            "max_seq_length": 128,
+            "max_steps": 100,
+            "learning_rate": 1e-3,
+            "output_dir": "/home/me/x",
+        },
         "shown_args": ["global_batch_size"],
     }
     durable.write_sealed(folder / "run_record.json", record)
@@ -98,7 +104,7 @@ def write_blimp(folder, score, random):
         for mean in (score, *random)
     ]
     ours, *controls = [{"pll": values} for values in scores]
-    record = {"scores": ours, "random_weights": controls, "pairs": 6700, "partial": ""}
+    record = {"scores": ours, "random_weights": controls, "pairs": 6700, "partial": "", "weights": "of the scores"}
     durable.write_sealed(folder / "blimp.json", record)
 
 
@@ -212,6 +218,19 @@ def test_curves_stand_over_the_tokens_that_were_seen(ledger, tmp_path, monkeypat
     random, score, *published = blimp.lines
     assert random.get_ydata() == pytest.approx([50, 50]) and len(published) == 3
     assert (score.get_xdata(), score.get_ydata()) == (pytest.approx([2.0]), pytest.approx([70]))
+
+
+def test_blimp_without_a_control_and_of_an_earlier_run(ledger, tmp_path):
+    results, run = tmp_path / "results", tmp_path / "mini"
+    write_pretraining(run)
+    write_blimp(run, 0.7, [])
+    assert "BLiMP 70.0" in report(ledger, tmp_path, "--add", run)
+    assert "/home/me" not in (results / "mini" / "run_record.json").read_text()
+    (run / "model.safetensors").write_bytes(b"trained again")
+    with pytest.raises(InputError, match=r"blimp.json is of other weights: run make blimp again"):
+        ledger.add(results, run, None)
+    (run / "blimp.json").unlink()
+    assert "BLiMP 70.0" not in report(ledger, tmp_path, "--add", run)
 
 
 def test_readme_rows_are_written_on_request_the_best_first(ledger, tmp_path):

@@ -3,11 +3,13 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import logging as transformers_logging
+from transformers.utils import cached_file
 
 from roberta_recipe import durable
 from roberta_recipe.data.tokenization import FILES
@@ -202,6 +204,6 @@ def content_hash(name: str) -> str:
     """Hash of a checkpoint: of its config and weight files or, for a Hub id, the commit."""
     folder = resolve_path(name)
     if not folder.is_dir():
-        return str(getattr(read_config(name), "_commit_hash", None))
+        return Path(cached_file(name, "config.json")).parent.name  # of the Hub's cache: snapshots/<commit>
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
     return durable.fingerprint([[path.name, path.stat().st_size, durable.sha256(path)[:32]] for path in files])

@@ -1,8 +1,10 @@
 """Table of BLiMP scores beside published ones (Warstadt et al. 2020, arXiv 1912.00582)."""
 
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
+from roberta_recipe.model import weights
 from roberta_recipe.record import BlimpRecord, percent
 
 HEAD = ("model", "score", "mean of paradigms", "mean of phenomena", "random weights", "pairs")
@@ -63,3 +65,8 @@ def _control_cell(record: BlimpRecord, method: str) -> str:
     return (
         f"{percent(statistics.fmean(scores))} ({percent(min(scores))} to {percent(max(scores))}, {len(scores)} seeds)"
     )
+
+
+def is_stale(record: BlimpRecord, model: Path) -> bool:
+    """Whether the scores are of other weights than those in the folder `model`."""
+    return (model / "model.safetensors").is_file() and record["weights"] != weights.content_hash(str(model))

@@ -128,11 +128,11 @@ def device_name(hardware: Machine) -> str:
 
 def _starts_from_hub(record: records.RunRecord) -> bool:
     """Whether a run started from a Hub model. Fine-tuning records the Hub's commit hash, or a shorter one of a local
-    folder; continued pretraining records the name only."""
-    name, weights = record["resolved_args"].get("model_name_or_path") or "", record["fingerprint"].get("weights")
-    if weights not in (None, "None"):
-        return bool(_HUB_COMMIT.fullmatch(weights))
-    return _is_hub_id(name)
+    folder; continued pretraining records the name of a Hub model, or the absolute path of a folder."""
+    weights = record["fingerprint"].get("weights")
+    return (
+        bool(_HUB_COMMIT.fullmatch(weights)) if weights else _is_hub_id(record["resolved_args"]["model_name_or_path"])
+    )
 
 
 def _is_hub_id(name: str) -> bool:
@@ -173,7 +173,7 @@ def _card(
         + (f"; commit {record['commit']}." if record["commit"] else ".")
     )
     shape = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
-    shown = ((name, args.get(name)) for name in record["shown_args"])
+    shown = ((name, args.get(name, record.get(name))) for name in record["shown_args"])
     settings = [(name, value) for name, value in shown if value not in (None, -1) and value is not False]  # 0 is shown
     return ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name(template)),

@@ -25,15 +25,15 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.log import logger
-from roberta_recipe.publishing import card
-from roberta_recipe.training.checkpoint import newest_first
+from roberta_recipe.model import weights
+from roberta_recipe.publishing import blimp_table, card
+from roberta_recipe.training.checkpoint import hash_of_weights, newest_first
 
 RETRY_AFTER_S = (2, 8, 30)  # huggingface_hub retries uploads of large files only
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _REFUSALS = (hub_errors.OfflineModeIsEnabled, hub_errors.LocalTokenNotFoundError, PermissionError, ValueError)
-_MODEL = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json")
-_MODEL += ("vocab.*", "merges.txt", "added_tokens.json")
-PUBLISHED = (*_MODEL, records.CURVE_NAME, records.LOG_NAME, records.BLIMP_NAME)  # files that are uploaded as they are
+_MODEL = ("config.json", "*.safetensors", "tokenizer*")
+PUBLISHED = (*_MODEL, records.CURVE_NAME, records.LOG_NAME)  # files that are uploaded as they are
 _MADE_BY_HUB = {".gitattributes", "README.md", "LICENSE"}  # files of a new repository
 _LAST = "last-checkpoint"
 _OTHER_VERSION = "push it with that version"
@@ -78,7 +78,11 @@ class Publisher:
         """Upload a fine-tuning's best run so far in the background; returns the upload, which reads `folder`."""
         if self.strategy == HubStrategy.END:
             return None
-        self._start(prepare(self.repo, folder, revision=self.revision, **{_RUN_ID: self.run_id}), message)
+        try:
+            self._start(prepare(self.repo, folder, revision=self.revision, **{_RUN_ID: self.run_id}), message)
+        except InputError as error:  # such as weights that an earlier start deleted by keep=none
+            logger.warning(f"Hub         not pushed; training continues: {error}")
+            return None
         return self.pending
 
     def push_checkpoint(self, folder: Path, step: int) -> None:
@@ -91,7 +95,8 @@ class Publisher:
         self._start(folder, message, allow_patterns=[*_MODEL], ignore_patterns=["*/*"])
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             target = _LAST if self.strategy == HubStrategy.CHECKPOINT else folder.name
-            self._start(folder, f"{message}, checkpoint", path_in_repo=target)
+            # DeepSpeed's files have names of their step
+            self._start(folder, f"{message}, checkpoint", path_in_repo=target, delete_patterns="*")
 
     def is_pushing(self) -> bool:
         """Whether a background upload is running."""
@@ -250,6 +255,9 @@ def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
         raise InputError(f"{folder} has no finished run with weights: name a run's output_dir")
     if (model != run_folder or (model / durable.MANIFEST).is_file()) and (damage := durable.damage(model)):
         raise InputError(f"{model} is damaged and not pushed: {damage}. Copy it again, or run it again")
+    record = records.read_record(run_folder / records.RECORD_NAME, ("state_digests",), _OTHER_VERSION)
+    if record["state_digests"]["weights"] != hash_of_weights(model):  # killed between the two
+        raise InputError(f"{model} has newer weights than its {records.RECORD_NAME}: finish its run first")
     return model, run_folder, summary
 
 
@@ -260,24 +268,39 @@ def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: A
     config = durable.read_json(model / "config.json")
     needed = ("resolved_args", "shown_args", "fingerprint")
     record = records.read_record(run_folder / records.RECORD_NAME, needed, _OTHER_VERSION)
-    summaries = [records.read_record(path / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION) for path in results]
+    summaries = [_summary_of(path, model) for path in results]
     record, summary, summaries = records.portable([record, summary, summaries])
+    scored = None
     if "task" in record:
         readme = card.fine_tuned(repo, config, record, summary, **metadata)
     else:
         blimp = model / records.BLIMP_NAME
         scored = records.read_record(blimp, ("scores",), "run make blimp again") if blimp.is_file() else None
+        if scored and blimp_table.is_stale(scored, model):
+            logger.warning(f"Hub         {blimp} is of other weights, so it is not published: run make blimp again")
+            scored = None
         readme = card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)
     published = Path(tempfile.mkdtemp(dir=_staging().name))
-    places = [place.glob(pattern) for place in (model, run_folder, folder) for pattern in PUBLISHED]
+    places = [place.glob(pattern) for place in (run_folder, folder, model) for pattern in PUBLISHED]
     for name, path in {path.name: path for paths in places for path in paths if path.is_file()}.items():
         (published / name).symlink_to(path.resolve())
     records.write_preset(record["resolved_args"], published)
     records.write_record(record, published / records.RECORD_NAME)
-    if summary:
-        records.write_record(summary, published / records.SUMMARY_NAME)
+    for values, name in ((summary, records.SUMMARY_NAME), (scored, records.BLIMP_NAME)):
+        if values:
+            records.write_record(values, published / name)
     readme.save(published / "README.md")
     return published
+
+
+def _summary_of(folder: Path, model: Path) -> records.Summary:
+    """The summary of a model fine-tuned from `model`. Raises `InputError` for one of other weights."""
+    summary = records.read_record(folder / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION)
+    run = folder / Path(records.picked_setting(summary)["best_run"]).name / records.RECORD_NAME
+    start = records.read_record(run, ("fingerprint",), _OTHER_VERSION)["fingerprint"]
+    if start.get("random_weights") or start["weights"] != weights.content_hash(str(model)):
+        raise InputError(f"results={folder} is not fine-tuned from the weights in {model}: leave it out")
+    return summary
 
 
 @functools.cache

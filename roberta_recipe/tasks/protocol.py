@@ -158,6 +158,8 @@ def run_all(
     """
     if not job.features["train"]:
         raise InputError(f"{job.name}: no training example is left: {job.found['features']}")
+    if (other := runs[0].output_dir.parent / records.RECORD_NAME).is_file():
+        raise InputError(f"output_dir={other.parent} is the folder of another run, of which it has {other.name}")
     if is_first_process():
         durable.make_folder(folder := runs[0].output_dir.parent)
         durable.lock(folder)

@@ -23,6 +23,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, local_processes
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
@@ -71,6 +72,8 @@ def read_arguments(
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
         resolved["tokenizer_name"] = args.model_name_or_path
+    if args.model_name_or_path and (folder := resolve_path(args.model_name_or_path)).is_dir():
+        resolved["model_name_or_path"] = str(folder.resolve())  # so that it is not taken for a Hub model elsewhere
     return filled, {**resolved, "bf16": training_args.bf16}
 
 
