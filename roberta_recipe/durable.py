@@ -232,5 +232,5 @@ def lock(folder: str | Path, name: str = LOCK_NAME) -> None:
         logger.warning(f"{path} cannot be locked ({error.strerror}): start no second run in this folder")
     os.ftruncate(file, 0)
     owner = f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    os.write(file, f"{owner} ({redact(shlex.join(sys.argv))})\n".encode())
+    os.write(file, f"{owner} ({redact(shlex.join(sys.argv))})\n".encode(errors="backslashreplace"))
     _held_locks[path] = file

@@ -46,8 +46,8 @@ class RunError(RuntimeError):
 class Stopped(RunError):
     """A run that a signal or a loss spike ended early; the same command resumes it from its last checkpoint."""
 
-    # EX_TEMPFAIL and EX_DATAERR of sysexits.h, 128 + SIGINT as in a shell
-    EXIT_CODES: ClassVar[dict[str, int]] = {"SIGTERM": 75, "Ctrl-C": 130, "a loss spike": 65}
+    # EX_TEMPFAIL and EX_DATAERR of sysexits.h, 128 + signal as in a shell
+    EXIT_CODES: ClassVar[dict[str, int]] = {"SIGTERM": 75, "Ctrl-C": 130, "SIGHUP": 129, "a loss spike": 65}
 
     def __init__(self, message: str, by: str = "Ctrl-C"):
         super().__init__(message)
@@ -97,7 +97,8 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     """Run a command's `main`. The errors above, signals, full disks and lost processes end it with a line on stderr,
     without secrets, and an exit code."""
     resume_hint()  # cached now, as the launcher may end first
-    sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
+    if sys.stdout:  # None if closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show, as on stderr
     sys.excepthook = _print_error
     sys.unraisablehook = lambda dropped: _print_error(dropped.exc_type, dropped.exc_value, dropped.exc_traceback)
     signal.signal(signal.SIGTERM, functools.partial(_raise_terminated, os.getpid()))
@@ -113,7 +114,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if os.environ.get("RANK", "0") != "0":  # an error on all ranks is printed once
         time.sleep(_HEAD_START_S)
-    print(redact(message), file=sys.stderr, flush=True)
+    _print(message)
     raise SystemExit(code)
 
 
@@ -145,6 +146,8 @@ def _describe(error: BaseException) -> tuple[str, int] | None:
         reason = f"{first_line(error)}: free some disk space."
     elif lost := lost_process(error):
         reason = lost_message(lost, error)
+    elif isinstance(error, BrokenPipeError):
+        reason = "the program that read the output has ended."
     elif isinstance(error, FileNotFoundError) and str(error.filename).endswith(".tmp"):
         reason = f"{first_line(error)}: another program removed this temporary file."
     else:
@@ -160,8 +163,13 @@ def _raise_terminated(owner: int, number: int, _: Any) -> None:
 
 def _end_at_once(error: KeyboardInterrupt) -> None:
     message, code = _describe(error)
-    print(redact(message), file=sys.stderr, flush=True)
+    _print(message)
     os._exit(code)
+
+
+def _print(message: str) -> None:
+    with contextlib.suppress(OSError):  # a closed pipe
+        print(redact(message), file=sys.stderr, flush=True)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -40,6 +40,7 @@ from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.record import CURVE_NAME
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 torch.set_num_threads(1)
 

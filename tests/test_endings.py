@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,17 +62,54 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+)
 def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path, at_step, number, by):
     train(preset, *SAVING, "--output_dir", tmp_path / "whole")
     before = signal.getsignal(number)
     at_step(5, send(number))
     with pytest.raises(Stopped, match=rf"stopped by {by}: step 5 of 12 is saved in .*run\. Continue with: ") as stopped:
         train(preset, *SAVING)
-    assert stopped.value.exit_code == {"Ctrl-C": 130, "SIGTERM": 75}[by] and signal.getsignal(number) == before
+    assert (
+        stopped.value.exit_code == {"Ctrl-C": 130, "SIGTERM": 75, "SIGHUP": 129}[by]
+        and signal.getsignal(number) == before
+    )
     assert checkpoint.newest_first(tmp_path / "run")[0].name == "checkpoint-5"
     assert train(preset, *SAVING)["resumes"] == 1
     assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+
+
+def test_an_interrupt_that_also_ends_the_reader_of_the_output_saves_the_step(preset, tmp_path, at_step, monkeypatch):
+    """`2>&1 | tee log`: the terminal's Ctrl-C goes to both."""
+
+    write = os.write
+
+    def closed(file, text):
+        if file == 2:
+            raise BrokenPipeError
+        return write(file, text)
+
+    monkeypatch.setattr(stopping.os, "write", closed)
+    at_step(5, send(signal.SIGINT))
+    with pytest.raises(Stopped, match="step 5 of 12 is saved"):
+        train(preset, *SAVING)
+
+
+def test_a_checkpoint_that_was_passed_over_does_not_displace_the_newer_one(preset, tmp_path, at_step, capsys):
+    """checkpoint-6 is damaged, so that the second start begins at checkpoint-3 and saves step 4."""
+    at_step(7, send(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        train(preset, *SAVING)
+    for step in (6, 7):
+        (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"damaged")
+    at_step(4, send(signal.SIGTERM))
+    with pytest.raises(Stopped):
+        train(preset, *SAVING, "--save_total_limit", 1)
+    kept = [path.name for path in checkpoint.newest_first(tmp_path / "run")]
+    assert kept == ["checkpoint-7", "checkpoint-6", "checkpoint-4"]
+    assert train(preset, *SAVING, "--save_total_limit", 1)["resumes"] == 2
+    assert [path.name for path in checkpoint.newest_first(tmp_path / "run")] == ["checkpoint-12"]
 
 
 def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path, monkeypatch):
@@ -192,8 +230,20 @@ def signalled_in_destructor(number):
     time.sleep(60)
 
 
+def broken_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
 def removed_while_written():
     os.open("cache/a.bin.host-1.tmp", os.O_RDONLY)
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code(root):
+    script = "from roberta_recipe.errors import *\ndef main():\n    raise InputError('x')\nexit_on_error(main)"
+    for closed in ({"stderr": broken_pipe()}, {"preexec_fn": lambda: os.close(1)}):
+        assert subprocess.run([sys.executable, "-c", script], cwd=root, **closed).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -201,6 +251,11 @@ def removed_while_written():
     [
         (lambda: signalled_in_destructor(signal.SIGTERM), 75, "ended by SIGTERM; saved files are complete."),
         (lambda: signalled_in_destructor(signal.SIGINT), 130, "ended by Ctrl-C; saved files are complete."),
+        (
+            lambda: os.write(broken_pipe(), b"result"),
+            1,
+            "the program that read the output has ended. Saved files are complete.",
+        ),
         (removed_while_written, 1, "another program removed this temporary file. Saved files are complete."),
     ],
 )

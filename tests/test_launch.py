@@ -12,18 +12,20 @@ from conftest import run_python
 SCRIPT = """
 import os, signal, sys, time
 def end(number, _):
-    for other in (signal.SIGTERM, signal.SIGINT):  # a terminal's comes again through torchrun
+    for other in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a terminal's comes again through torchrun
         signal.signal(other, signal.SIG_IGN)
     time.sleep(0.5)
     os.write(1, b"saved\\n")  # at once, as two processes write
-    sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}[number])
+    sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130, signal.SIGHUP: 129}[number])
 if sys.argv[1] == "wait":
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, end)
     os.write(1, b"ready\\n")
     time.sleep(60)
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] in ("SIGKILL", "SIGTERM"):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 os.write(1, os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"].encode() + b"\\n")
 os.write(2, b"error: said once\\n")
 sys.exit(int(sys.argv[1]))
@@ -48,10 +50,14 @@ def test_the_exit_code_and_the_lines_are_the_script_s(script, root):
     assert set(done.stdout.splitlines()) == {"600"}  # seconds to save in
 
 
-def test_a_process_that_was_killed_is_named(script, root):
-    done = launch(script, root, script, "killed")
-    assert done.returncode == 137
-    assert done.stderr.startswith("error: the process was killed by SIGKILL, often out of memory")
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [("SIGKILL", 137, ", often out of memory (see the system log). C"), ("SIGTERM", 75, ". Checkpoints are complete")],
+)
+def test_a_process_that_was_killed_is_named(script, root, number, code, said):
+    done = launch(script, root, script, number)
+    assert done.returncode == code
+    assert done.stderr.startswith(f"error: the process was killed by {number}{said}")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -63,8 +69,13 @@ def test_what_accelerate_refuses_is_one_line(script, root):
 
 @pytest.mark.parametrize(
     ("number", "to_all", "processes", "code"),
-    [(signal.SIGTERM, False, 1, 75), (signal.SIGINT, True, 2, 130)],
-    ids=["SIGTERM to the launcher", "Ctrl-C, two processes"],
+    [
+        (signal.SIGTERM, False, 1, 75),
+        (signal.SIGINT, False, 1, 130),
+        (signal.SIGINT, True, 2, 130),
+        (signal.SIGHUP, True, 2, 129),
+    ],
+    ids=["SIGTERM to the launcher", "SIGINT to the launcher", "Ctrl-C, two processes", "SIGHUP, two processes"],
 )
 def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, number, to_all, processes, code):
     command = [sys.executable, str(root / "tools" / "launch.py"), *(TWO if processes == 2 else []), script, "wait"]
@@ -82,3 +93,23 @@ def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, num
     (os.killpg if to_all else os.kill)(child.pid, number)
     lines += child.communicate(timeout=60)[0].splitlines(keepends=True)
     assert child.returncode == code and lines == ["ready\n"] * processes + ["saved\n"] * processes
+
+
+@pytest.mark.parametrize("more", [[], TWO], ids=["one process", "two processes"])
+def test_nohup_protects_from_the_end_of_a_session(script, root, more):
+    command = [sys.executable, root / "tools" / "launch.py", *more, script, "wait"]
+    child = subprocess.Popen(
+        ["nohup", *map(str, command)],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in more[-2:] or [0]:
+        assert child.stdout.readline() == "ready\n"
+    os.killpg(child.pid, signal.SIGHUP)
+    time.sleep(1)
+    os.kill(child.pid, signal.SIGTERM)
+    assert "saved\n" in child.communicate(timeout=60)[0] and child.returncode == 75

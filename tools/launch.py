@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from roberta_recipe.errors import InputError, RunError, Stopped, exit_on_error, first_line
 from roberta_recipe.launcher import resume_hint
 
+_EXIT_CODES = {signal.SIGTERM: Stopped.EXIT_CODES["SIGTERM"]}
 _SHUTDOWN_TIMEOUT_S = 600  # for saving a checkpoint; torchrun's default is 30
-_SIGNAL_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,9 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.usage = "python tools/launch.py [accelerate's flags] SCRIPT [its flags]"
     parser.description = __doc__.splitlines()[0]
     args = parser.parse_args(argv)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: None)  # the script gets it from the terminal too
-    signal.signal(signal.SIGTERM, _pass_on)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _pass_on)
+        elif number == signal.SIGHUP:  # nohup; torchrun would forward it
+            args.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     try:
         launch_command(args)
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         rank, failure = error.get_first_failure()
         _end(failure.exitcode, f"process {rank}")
     except SignalException as error:
-        raise SystemExit(Stopped.EXIT_CODES[_SIGNAL_NAMES.get(error.sigval, "SIGTERM")]) from None
+        raise SystemExit(_EXIT_CODES.get(error.sigval, 128 + error.sigval)) from None
     except Exception as error:
         raise InputError(f"accelerate cannot launch this: {first_line(error)}") from None
 
@@ -66,11 +68,11 @@ def _end(code: int, which: str) -> None:
     """Exit with the script's exit code, or raise `RunError` for a process killed by a signal."""
     if code >= 0:
         raise SystemExit(code)
+    why = ", often out of memory (see the system log)" if -code == signal.SIGKILL else ""
     error = RunError(
-        f"{which} was killed by {signal.Signals(-code).name}, often out of memory (see the system log). Checkpoints "
-        f"are complete. {resume_hint()}"
+        f"{which} was killed by {signal.Signals(-code).name}{why}. Checkpoints are complete. {resume_hint()}"
     )
-    error.exit_code = 128 - code
+    error.exit_code = _EXIT_CODES.get(-code, 128 - code)
     raise error
 
 

@@ -130,7 +130,7 @@ class PublishCheckpoints(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Wait for the upload of a checkpoint that the next save deletes."""
-        deleted = newest_first(args.output_dir)[self.limit - 1 :] if self.limit else []
+        deleted = newest_first(args.output_dir, state.global_step)[self.limit - 1 :] if self.limit else []
         if control.should_save and self.publisher.checkpoint in deleted:
             self.publisher.wait()
 

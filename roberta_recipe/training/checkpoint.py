@@ -4,6 +4,7 @@ A complete checkpoint is sealed (`durable.seal`): its manifest is written last, 
 """
 
 import hashlib
+import math
 import shutil
 from collections.abc import Container
 from pathlib import Path
@@ -31,11 +32,13 @@ STATE_VERSION = 4  # of its content
 OPTIMIZER_FLAGS = ("optim", "optim_args")  # the optimizer's state depends on them
 
 
-def rotate(output_dir: str | Path, limit: int | None) -> None:
-    """Delete all but the newest `limit` checkpoints (0, None: no limit), and unsealed folders of killed starts."""
-    newest = newest_first(output_dir)[: limit or None]
+def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
+    """Delete all but the newest `limit` checkpoints (0, None: no limit) up to `step`, and unsealed folders of killed
+    starts. Later checkpoints are those that this start passed over as damaged."""
+    kept = newest_first(output_dir, step)[: limit or None]
+    kept += [path for path in newest_first(output_dir) if step_of(path) > step]
     for path in all_folders(output_dir):
-        if path not in newest:
+        if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -45,9 +48,15 @@ def all_folders(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
 
-def newest_first(output_dir: str | Path) -> list[Path]:
-    """The sealed checkpoints of a run, newest first, including damaged ones."""
-    return [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
+def newest_first(output_dir: str | Path, last_step: float = math.inf) -> list[Path]:
+    """The sealed checkpoints of a run up to `last_step`, newest first, including damaged ones."""
+    sealed = [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
+    return [path for path in sealed if step_of(path) <= last_step]
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def resume(
@@ -129,11 +138,12 @@ def load_state(
     state, fix = read_state(checkpoint), "start as before, or a new run from its weights with --model_name_or_path"
     other_layout = durable.differences(state["layout"], layout_now)
     uses_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
-    if uses_zero and (fixed := [other_layout[name] for name in ("processes", "zero_stage") if name in other_layout]):
-        raise InputError(
-            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be redistributed ({'; '.join(fixed)}): {fix}"
-        )
     changed = durable.differences(state["fingerprint"], fingerprint)
+    differ = {**changed, **other_layout}
+    if uses_zero and (fixed := [differ[name] for name in ("processes", "zero_stage", "bf16") if name in differ]):
+        raise InputError(
+            f"{checkpoint} has DeepSpeed's optimizer state, which cannot be converted ({'; '.join(fixed)}): {fix}"
+        )
     listed = "; ".join(changed.values())
     if changed and not despite_changes:
         override = "" if despite_changes is None else ", or resume all the same with --resume_despite_changes true"

@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,8 +35,7 @@ class DataTimeout:
         self.trainer, self.progress = trainer, progress
 
     def __enter__(self) -> "DataTimeout":
-        self._grown_s = time.monotonic()
-        self._read: int | None = None
+        self._idle_s, self._read = 0.0, None
         self._handler = signal.signal(signal.SIGALRM, self.check)
         signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
         return self
@@ -50,13 +48,13 @@ class DataTimeout:
 
     def check(self, *_) -> None:
         """Signal handler of the timer."""
-        now_s, read = time.monotonic(), None if self.progress is None else self.progress.item()
-        if read != self._read:
-            self._read, self._grown_s = read, now_s
-        idle_s, by = now_s - self._grown_s, self.trainer.stopping.signaled_by
-        if idle_s < (GRACE_S if by else STUCK_S):
+        read, by = None if self.progress is None else self.progress.item(), self.trainer.stopping.signaled_by
+        # not by the clock, which goes on while the process is suspended
+        self._idle_s = self._idle_s + POLL_S if read == self._read else 0.0
+        self._read = read
+        if self._idle_s < (GRACE_S if by else STUCK_S):
             return
-        step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(idle_s)}"
+        step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(self._idle_s)}"
         end = f"{self.trainer.last_good} {resume_hint()}"
         if by:
             raise Stopped(f"stopped by {by}: {step}. {end}", by)

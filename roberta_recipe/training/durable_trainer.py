@@ -291,7 +291,8 @@ class DurableTrainer(Trainer):
     @property
     def last_good(self) -> str:
         """A sentence that names the newest checkpoint, for error messages."""
-        checkpoints = checkpoint.newest_first(self.args.output_dir)
+        last_step = max(self._first_step, self.state.global_step)
+        checkpoints = checkpoint.newest_first(self.args.output_dir, last_step)
         return f"The last complete checkpoint is {checkpoints[0]}." if checkpoints else "There is no checkpoint yet."
 
     def _save_checkpoint(self, model, trial):
@@ -312,7 +313,7 @@ class DurableTrainer(Trainer):
                 durable.write_json(folder / checkpoint.STATE_NAME, {**self.recipe_state(), "digests": hashes})
                 durable.seal(folder)
         if self.args.should_save:
-            checkpoint.rotate(self.args.output_dir, self.save_total_limit)
+            checkpoint.rotate(self.args.output_dir, self.save_total_limit, self.state.global_step)
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Write the finished model atomically; `_internal_call`: from `_save_checkpoint`."""

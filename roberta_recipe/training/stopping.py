@@ -35,7 +35,7 @@ from roberta_recipe.training.processes import leave_process_group, on_first_proc
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
 
-SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
 _SAME_INTERRUPT_S = 2.0  # one Ctrl-C arrives twice, from the terminal and from the launcher
 WINDOW = 128  # steps in the mean that a loss is compared with
 MIN_LOSSES = 32  # losses needed to detect a spike
@@ -44,7 +44,7 @@ MAX_REWINDS = 3  # from the same checkpoint
 
 
 class Stopping(TrainerCallback):
-    """Stops training early, at the same step on all ranks: with a checkpoint on SIGTERM, on Ctrl-C and after `minutes`;
+    """Stops training early, at the same step on all ranks: with a checkpoint on SIGNALS and after `minutes`;
     without one if the loss is not finite, and at a loss spike (`is_spike` with `deviations`). A second Ctrl-C ends the
     process at once. `trainer` is set by the trainer. At the end of a step, the trainer's losses (`step_losses`) are
     summed over ranks together with the other figures, and added to the logged mean (`count_step`)."""
@@ -88,7 +88,8 @@ class Stopping(TrainerCallback):
         if self._interrupted_s is None:
             self._interrupted_s = now_s
             if is_first_process():  # `logging` takes locks, which a signal handler must not wait for
-                os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
+                with contextlib.suppress(OSError):  # the same Ctrl-C ended `| tee`
+                    os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
         elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
@@ -97,7 +98,7 @@ class Stopping(TrainerCallback):
         return schedule(step) * min(1.0, max(0.0, 1 - self.elapsed_share) / self.cooldown_share)
 
     def _signals(self) -> torch.Tensor:
-        """(2,): 1 for each of SIGNALS that this process received."""
+        """(3,): 1 for each of SIGNALS that this process received."""
         flags = [float(self.signaled_by == name) for name in SIGNALS.values()]
         return torch.tensor(flags, device=self.trainer.args.device)
 
@@ -202,7 +203,7 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     """Record a spike in the last step, so that the next start skips its blocks; returns the error that ends this start,
     with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    spikes, saved = _read_spikes(output_dir), newest_first(output_dir)
+    spikes, saved = _read_spikes(output_dir), newest_first(output_dir, step)
     saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
