@@ -23,7 +23,7 @@ def nothing_compiled():
 
 def batches(tokenizer, **shape):
     """Six micro-batches with different longest blocks and numbers of targets."""
-    collator = MlmCollator(tokenizer, **shape)
+    collator = MlmCollator(tokenizer, mlm_probability=0.5, mask_count="exact", **shape)  # `<s>` is predicted too
     made = [collator(make_blocks(tokenizer, 4, seed)) for seed in range(6)]
     return [{name: value for name, value in batch.items() if isinstance(value, torch.Tensor)} for batch in made]
 

@@ -399,6 +399,10 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
         fairseq.to_hugging_face({}, settings, None)
     with pytest.raises(InputError, match="head=rte is none of the checkpoint's: mnli"):
         fairseq.to_hugging_face(weights, settings, "rte")
+    other = {name.replace("heads.mnli.", "heads.my-head."): tensor for name, tensor in weights.items()}
+    assert fairseq.to_hugging_face(other, settings, "my-head").config.num_labels == 3
+    with pytest.raises(InputError, match=r"head=a\.b: torch allows no dot"):
+        fairseq.main(["to_fairseq", "--model_name_or_path", "x", "--output_dir", "y", "--head", "a.b"])
     lacking = {name: tensor for name, tensor in weights.items() if "layers.1.fc2.bias" not in name}
     pruned = {**weights, "encoder.sentence_encoder.layers.0.self_attn.q_proj.weight": torch.zeros(8, HIDDEN)}
     for damaged, said in ((lacking, "layer.1.output.dense.bias"), (pruned, "query.weight.*8, 16")):

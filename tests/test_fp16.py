@@ -185,6 +185,11 @@ def test_overflow_without_end_ends_the_run(train, tmp_path):
             train(Overflow(range(3, 99)), "--max_steps", "60", "--save_steps", "10")
 
 
+def test_overflows_that_are_not_in_a_row_end_no_run(train, monkeypatch):
+    monkeypatch.setattr(durable_trainer, "MAX_SKIPPED_STEPS", 2)
+    assert train(Overflow({1, 3, 5}))["skipped_steps"] == 3
+
+
 def test_overflow_under_deepspeed(train, monkeypatch):
     """With the loss scale at its minimum, for which DeepSpeed raises a plain exception; and a skipped step without a
     loss scale, after which DeepSpeed would continue."""

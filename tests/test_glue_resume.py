@@ -5,6 +5,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from conftest import end_well, forked_ranks, losses
@@ -54,6 +55,22 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tm
     assert losses(two) == pytest.approx(losses(single), rel=1e-4) and len(losses(two)) == 8 and two["resumes"] == 1
     assert two["metrics"] == pytest.approx(single["metrics"]) and two["tokens_seen"] == single["tokens_seen"]
     assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
+
+
+def test_the_best_epoch_is_kept_and_of_equal_ones_the_first(flags, tmp_path, monkeypatch):
+    accuracy = {3: 0.5, 6: 0.9, 9: 0.9, 12: 0.7}  # by the step that `scores` stands for
+    monkeypatch.setattr(
+        finetune_trainer.FinetuneTrainer,
+        "scores",
+        lambda self, features: np.full((len(features), 2), self.state.global_step, dtype=np.float32),
+    )
+    monkeypatch.setattr(
+        finetune_glue, "measure", lambda task, form, split, of, *_: {"accuracy": accuracy[int(of[0, 0])]}
+    )
+    summary = finetune_glue.main(flags("rte", "--max_steps", 12))
+    record, best = record_of(tmp_path), tmp_path / "glue" / "rte" / "lr0.001-batch8-seed1" / "best"
+    assert record["best_step"] == 6 and [step for step, _ in record["score_at_steps"]] == [3, 6, 9, 12]
+    assert (np.load(best / finetune_trainer.SCORES) == 6).all() and summary["settings"][0]["median"] == 0.9
 
 
 def test_rank_0_alone_reads_the_scores_that_it_deletes(monkeypatch):

@@ -163,7 +163,7 @@ BAD = {
     "columns of a sentence": (["a O", "", "b x O"], {}, "t.conll, line 3: 'b x O' is not 2 columns"),
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
     "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is no entity tag, the others are: write B-"),
-    "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: remove it \(cut -f2-"),
+    "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: keep words and tags "),
     "CoNLL-U": (["1-2\tzum\t_", "1\tzu\tADP", "2\tdem\tDET"], {}, "t.conll: column 1 is a counter"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),
     "column of CoNLL": (["a O"], {"label_column": "tags"}, "label_column=tags has no effect on CoNLL files"),
@@ -202,6 +202,7 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
 CONLL = [  # file, words and tags
     ("# id = 1\na B-X\n\n# newdoc id = 2\n# a b c\nb O\n", "a/B-X b/O"),
     ("# O\na B-X\n", "#/O a/B-X"),
+    ("#\tSym=Yes\tO\na\tNum=Sing\tB-X\n", "#/O a/B-X"),
     ("a B-X\n# O\n", "a/B-X #/O"),
     ("New York\tB-X\nb\tO\n", "New York/B-X b/O"),
     ("a\tB-X\nb O\n", "a/B-X b/O"),

@@ -143,6 +143,8 @@ def test_lengths_and_ends_of_segments_do_not_tell_their_label(name, sentences):
     for label in (0, 1):
         whole = [b[-1] in ends for _, b, its in found if its == label]
         assert sum(whole) > 0.99 * len(whole)
+    full = [[len(a) + len(b) > 96 for a, b, its in found if its == label] for label in (0, 1)]
+    assert abs(sum(full[0]) / len(full[0]) - sum(full[1]) / len(full[1])) < 0.04  # blocks are as full for both labels
     drawn = collections.Counter(second[0] for _, second, label in found if label == 1)
     assert len(drawn) > 0.5 * drawn.total() and max(drawn.values()) <= 12
     assert sum(drawn[token] for token in beginnings) < 0.25 * drawn.total()

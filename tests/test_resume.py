@@ -123,6 +123,8 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
             (aside / file).write_bytes(os.urandom(1000))
         durable.move_into_place(aside, tmp_path / f"checkpoint-{step}")
     assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-6")
+    with pytest.raises(InputError, match="has newer checkpoints; move them away first"):
+        checkpoint._find(str(tmp_path), str(tmp_path / "checkpoint-3"))
     damage(tmp_path / "checkpoint-6" / name, fault)
     assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-3")
     assert "Passed over" in caplog.text and "checkpoint-6" in caplog.text
@@ -135,6 +137,17 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
     if unsealed:
         (tmp_path / "log.jsonl").touch()  # of a start that was killed as it wrote its first checkpoint
         assert checkpoint._find(str(tmp_path), None) is None
+
+
+def test_the_newest_whole_checkpoints_stay(tmp_path):
+    for step in (2, 4, 6, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 6:  # of a killed start
+            durable.seal(tmp_path / f"checkpoint-{step}")
+    checkpoint.rotate(tmp_path, 2, 10)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-10"}
+    checkpoint.rotate(tmp_path, None, 10)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_is_resumed_is_what_was_started(preset, tmp_path, root):

@@ -25,6 +25,7 @@ from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.model import task_heads
 from roberta_recipe.tasks import answerability, squad, squad_files
+from roberta_recipe.training.arguments import FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import SCORES, FinetuneTrainer
 from tools import squad_score
 
@@ -237,13 +238,23 @@ def test_the_classifier_of_a_checkpoint_is_kept_or_fresh(flags, tmp_path, capsys
     assert said.count("Head        kept\n") == said.count("Head        fresh (answerability)\n") == 1
 
 
-def test_learning_rates_fall_from_the_head_to_the_embeddings(model_dir):
+def test_learning_rates_fall_from_the_head_to_the_embeddings(model_dir, tmp_path):
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
     rates = task_heads.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
     assert rates["qa_outputs.weight"] == rates["answerability.dense.bias"] == 1.0
     assert rates["roberta.encoder.layer.1.output.dense.weight"] == 0.5
     assert rates["roberta.encoder.layer.0.attention.self.query.bias"] == 0.25
     assert rates["roberta.embeddings.word_embeddings.weight"] == 0.125
+    training = FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True, weight_decay=0.1, learning_rate=1.0)
+    trainer = FinetuneTrainer(
+        **{"model": finetune_squad.build_model(args), "args": training, "fingerprint": {}, "resumed": None},
+        **{"loss_sum": None, "measure": None, "best_metric": "f1", "layer_decay": 0.5},
+        **{"train_dataset": [{}], "eval_dataset": [{}]},
+    )
+    groups, names = trainer.create_optimizer().param_groups, {id(p): n for n, p in trainer.model.named_parameters()}
+    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert {name: lr for name, (lr, _) in found.items()} == rates
+    assert all(decay == (0.0 if "bias" in name or "LayerNorm" in name else 0.1) for name, (_, decay) in found.items())
 
 
 def test_the_card_names_the_data_and_publishes_scores_only():

@@ -192,12 +192,12 @@ def test_best_spans_equal_a_search_through_all_spans(tokenizer):
     assert len(made.features) > 10 and len(set(map(len, made.offsets))) > 3
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(len(made.features), 48, 2)).astype(np.float32)
-    found = squad.best_spans(questions, made, scores, n_best_size=5, max_answer_length=7)
+    found = squad.best_spans(questions, made, scores, n_best_size=20, max_answer_length=7)
     for number, spans in enumerate(found):
         own = np.flatnonzero(made.question_index == number)
         offsets = [made.offsets[n] for n in own]
-        wanted = by_brute_force(texts[number], offsets, [scores[n] for n in own], 5, 7)
-        assert spans.texts == [texts[number][a:b] for _, a, b in wanted] and len(wanted) == 5
+        wanted = by_brute_force(texts[number], offsets, [scores[n] for n in own], 20, 7)
+        assert spans.texts == [texts[number][a:b] for _, a, b in wanted] and len(wanted) > 5
         assert spans.score == pytest.approx([total for total, _, _ in wanted])
         assert spans.score == pytest.approx(spans.start_logit + spans.end_logit) and spans.no_answer is None
 

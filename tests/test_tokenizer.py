@@ -63,7 +63,7 @@ def test_any_text_comes_back(loaded, text):
         assert loaded.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tmp_path, monkeypatch):
+def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tmp_path, monkeypatch, capsys):
     """On four threads and, here, on one."""
     write_parquet(tmp_path / "text.parquet", make_documents(300, seed=3))
     argv = ["--train_file", "text.parquet", "--vocab_size", "400", "--output_dir"]
@@ -76,6 +76,9 @@ def test_the_command_writes_the_same_bytes_twice_and_prints_compression(root, tm
     assert first == second and {"tokenizer.json", "tokenizer_config.json"} <= first.keys()
     assert all(words in done.stdout for words in ("400 entries", "bytes/token", "tokens/word", "trained on"))
     assert "Reading" not in done.stderr  # no progress bar in a file
+    (tmp_path / "one.txt").write_text("one document")
+    train_tokenizer.main(["--train_file", "one.txt", "--vocab_size", "261", "--output_dir", "third"])
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["train_file", "none"]  # no text is held out
 
 
 def test_statistics_are_of_the_held_out_text(tokenizer, tmp_path, capsys):
@@ -131,6 +134,7 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
         (["--corpus", "a.yaml", "--validation_file", "b"], "validation_file and text_column go with --train_file"),
         (["--train_file", "small.txt"], "vocab_size=50265: the sample gives only"),
         (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
+        (["--train_file", "empty.txt", "--vocab_size", "261"], "the training text is empty: name other files"),
         (["--train_file", "absent.txt"], "'absent.txt' does not exist"),
         (["--corpus", "absent.yaml"], "no such file: absent.yaml"),
         (["--train_file", "small.txt", "--sample_mb", "nan"], "sample_mb=nan must be"),
@@ -143,6 +147,7 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
 def test_bad_input(tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.txt").write_text("\n\n".join(make_documents(50, seed=1)))
+    (tmp_path / "empty.txt").write_text("")
     with pytest.raises(InputError, match=message):
         train_tokenizer.main(["--output_dir", "out", *argv])
     assert not list(tmp_path.glob("out/*"))

@@ -241,6 +241,9 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     assert list(by_source) == ["animals", "others"] and "    animals  " in capsys_out
     blocks = [measured["blocks"] for measured in by_source.values()]
     assert min(blocks) > 1 and by_source["animals"]["loss"] != by_source["others"]["loss"]
+    for name in ("tokens", "unigram_entropy", "documents"):  # of the source, not of all
+        assert by_source["animals"][name] != by_source["others"][name], name
+    assert record["metrics"]["eval_documents"] == sum(measured["documents"] for measured in by_source.values())
     losses = [measured["loss"] for measured in by_source.values()]
     assert min(losses) < record["metrics"]["eval_loss"] < max(losses)
 
@@ -465,6 +468,8 @@ def test_batch_arithmetic():
         batch.accumulation_steps(8192, 32, 3)
     with pytest.raises(InputError, match=r"above global_batch_size=8: --global_batch_size 64, or .*batch_size 4$"):
         batch.accumulation_steps(8, 32, 2)
+    with pytest.raises(InputError, match=r"--global_batch_size 16, or fewer processes$"):
+        batch.accumulation_steps(8, 1, 16)
 
 
 def test_loss_at_steps_is_thinned_and_keeps_the_last():

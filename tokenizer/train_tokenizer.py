@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     others = {args.compare_with: load_tokenizer(args.compare_with, needed=())} if args.compare_with else {}
     sizes: Counter[str] = Counter()
     tokenizer = train_tokenizer(sample(corpus, args, sizes), args.vocab_size)
+    if not sizes.total():
+        raise InputError("the training text is empty: name other files")
     save_tokenizer(tokenizer, args.output_dir)
     print(
         f"{len(tokenizer):,} entries in {args.output_dir}, {time.monotonic() - started_s:.0f} s, "
@@ -111,9 +113,12 @@ def print_statistics(
         held_out = sample_documents(alone, "validation", max_bytes=int(validation_mb * 1e6), seed=0)
         texts = [text for _, text in Bar(held_out, f"Reading {source.name}", unit=" documents", leave=False)]
         size, words = sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts)
+        if not words:
+            print(f"{source.name:<16}  none")
+            continue
         for name, tokenizer in tokenizers.items():
             tokens = sum(map(len, corpus_encoder(tokenizer)(texts)))
-            rates = f"{size / max(tokens, 1):>12.3f}{tokens / max(words, 1):>12.3f}"
+            rates = f"{size / tokens:>12.3f}{tokens / words:>12.3f}"
             print(f"{source.name:<16}{size / 1e6:>6.2f}  {name:<32}{rates}")
 
 

@@ -203,7 +203,9 @@ def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], hea
     if not head:
         config.tie_word_embeddings = is_tied(weights, settings)
         return config
-    heads = {name.split(".")[1]: len(weights[name]) for name in weights if re.match(rf"{_HEADS}\w+\.out_proj.w", name)}
+    heads = {
+        name.split(".")[1]: len(weights[name]) for name in weights if re.match(rf"{_HEADS}[^.]+\.out_proj.w", name)
+    }
     if head not in heads:
         raise InputError(f"head={head} is none of the checkpoint's: {', '.join(heads) or 'it has none'}")
     config.num_labels = heads[head]
@@ -234,7 +236,7 @@ def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
     if dense is not None and not dense.any():
         raise InputError("the masked-LM head is empty (to_fairseq writes it so for a classifier): name a --head")
     differ = not weights.get(_LM_DECODER, weights[_TOKENS]).equal(weights[_TOKENS])
-    untied = settings.get("untie_weights_roberta", differ and not settings)
+    untied = settings.get("untie_weights_roberta", False)
     if differ and not untied:
         raise InputError(f"untie_weights_roberta={untied}, and {_LM_DECODER} is not {_TOKENS}")
     return not untied
@@ -392,6 +394,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
 def convert_to_fairseq(args: argparse.Namespace) -> None:
     """The command `to_fairseq`."""
+    if "." in (args.head or ""):
+        raise InputError(f"head={args.head}: torch allows no dot in the name of a head")
     model = load_hugging_face(args.model_name_or_path, args.head)
     tokenizer, folder = tokenization.load_tokenizer(args.model_name_or_path), Path(args.output_dir)
     if len(tokenizer) > model.config.vocab_size:

@@ -39,7 +39,7 @@ class Sentence:
 def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
     tabs where all lines have one, else by tabs and blanks. Comments at the head of a sentence are skipped: "# " with
-    "=" or with another number of columns."""
+    another number of columns or, if no tab separates them, with "="."""
     if Path(path).suffix.lower() == ".csv":
         raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     if Path(path).suffix.lower() in TABLES:
@@ -49,18 +49,20 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     lines, sentences = [line.strip(" \t") for line in text.split("\n")], [[]]
     rows = [line for line in lines if line and not comment.match(line)] or [""]
     split = re.compile(" *\t *" if all("\t" in line for line in rows) else "[ \t]+").split
-    width = len(split(rows[0]))
+    width, is_row = len(split(rows[0])), lambda line: "\t" in line or "=" not in line
     for number, line in enumerate(lines, 1):
         if not line:
             sentences.append([])
-        elif sentences[-1] or not comment.match(line) or ("=" not in line and len(split(line)) == width):
+        elif sentences[-1] or not comment.match(line) or (is_row(line) and len(split(line)) == width):
             sentences[-1].append(split(line))
             if len(sentences[-1][-1]) != width:
                 raise InputError(f"{path}, line {number}: {line!r} is not {width} columns; blank lines end sentences")
     sentences = [[*zip(*rows, strict=True)] for rows in sentences if rows]
     first = [words[words[0] == "#" :] for words, *others in sentences if others]  # GermEval's comments
     if first and all(re.fullmatch(r"\d+([-.]\d+)?", word) for words in first for word in words):  # 2-3, 8.1: CoNLL-U
-        raise InputError(f"{path}: column 1 is a counter, not words: remove it (cut -f2-)")
+        raise InputError(
+            f"{path}: column 1 is a counter, not words: keep words and tags (grep -v '^#' FILE | cut -f2,3)"
+        )
     rows = [(list(words), list(others[-1]) if others else None) for words, *others in sentences]
     return [dict(zip((text_column, label_column), row, strict=True)) for row in rows]
 

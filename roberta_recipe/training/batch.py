@@ -16,10 +16,11 @@ def accumulation_steps(global_batch_size: int, per_device: int, processes: int) 
         )
     micro_batch = per_device * processes
     if micro_batch > global_batch_size:
+        fits = global_batch_size // processes
         raise InputError(
             f"{counted(processes, 'process')} x per_device_train_batch_size={per_device} = {micro_batch} is above "
             f"global_batch_size={global_batch_size}: --global_batch_size {micro_batch}, or "
-            f"--per_device_train_batch_size {global_batch_size // processes or 1}"
+            + (f"--per_device_train_batch_size {fits}" if fits else "fewer processes")
         )
     if global_batch_size % micro_batch:
         above = math.ceil(global_batch_size / micro_batch) * micro_batch
