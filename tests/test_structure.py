@@ -120,29 +120,6 @@ def test_main_is_a_table_of_contents(script):
     assert not [node for node in ast.walk(main) if isinstance(node, ast.FunctionDef) and node is not main]
 
 
-WITHOUT_OPTIONAL_PACKAGES = """
-from importlib.machinery import PathFinder
-
-find = PathFinder.find_spec
-hidden = ("deepspeed", "pytorch_optimizer")
-PathFinder.find_spec = staticmethod(lambda name, *rest: None if name in hidden else find(name, *rest))
-
-import finetune_glue, finetune_ner, finetune_race, finetune_squad, train_mlm
-
-for script in (finetune_glue, finetune_ner, finetune_race, finetune_squad, train_mlm):
-    try:
-        script.main(["--help"])
-    except SystemExit as ended:
-        assert not ended.code
-"""
-
-
-def test_scripts_start_without_optional_packages():
-    done = run_python("-c", WITHOUT_OPTIONAL_PACKAGES, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(SCRIPTS)
-
-
 def test_flags_of_ours_are_few_and_in_named_groups():
     for cls in OWN:
         assert len(dataclasses.fields(cls)) <= 34

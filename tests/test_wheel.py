@@ -1,5 +1,5 @@
-"""A script in an empty folder runs with only the installed wheel, without DeepSpeed; the wheel has code, cards, presets
-and requirements."""
+"""A script in an empty folder runs with only the installed wheel, without optional packages; the wheel has code, cards,
+presets and requirements."""
 
 import json
 import re
@@ -15,7 +15,8 @@ RUN = """
 import runpy, sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == "deepspeed" else find(name, *rest))
+hidden = ("deepspeed", "pytorch_optimizer")
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name in hidden else find(name, *rest))
 argv = sys.argv[1:]
 for script in ("finetune_glue.py", "finetune_squad.py", "finetune_race.py", "finetune_ner.py"):
     sys.argv = [script, "--help"]
