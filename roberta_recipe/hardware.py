@@ -1,5 +1,6 @@
 """Hardware: description of the machine, memory, matrix rate; detection of out-of-memory and lost processes."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import NotRequired, TypedDict
 
 import torch
 
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: microseconds of CPU, of a period
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _HEAP_BYTES = 1 << 30  # glibc serves smaller allocations from the heap
@@ -49,8 +51,12 @@ def processor_name() -> str | None:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # "max 100000": no quota
+        quota, period = map(int, _CPU_QUOTA.read_text().split())
+        cores = max(1, min(cores, quota // period))
+    return cores
 
 
 def local_processes() -> int:

@@ -201,6 +201,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert faults < 20 * 3 * 9000 / 4, faults  # 9,766 pages a tensor without
 
 
+@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 8), (None, 8)])
+def test_a_container_s_quota_limits_the_cores(tmp_path, monkeypatch, quota, cores):
+    """`docker run --cpus 2.5` on a machine of eight cores."""
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(hardware, "_CPU_QUOTA", tmp_path / "cpu.max")
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert hardware.cpu_cores() == cores
+
+
 def test_an_allocator_of_the_user_stays(monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert hardware.keep_freed_memory() is False
