@@ -251,6 +251,8 @@ def announce_run(
 ) -> None:
     """Log the recipe, the model and the data."""
     steps, length = training_args.max_steps, args.max_seq_length
+    most = steps * args.global_batch_size * length
+    tokens = f"{most / 1e6:,.1f} M tokens" if most >= 1e6 else f"{most:,} tokens"
     size = corpora.text_bytes(reader.corpus)
     of_text = passes(args, steps, reader, size, validation)
     pretraining.warn_of_small_files(reader.corpus, size, length)
@@ -261,8 +263,7 @@ def announce_run(
         f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"
         f"Batch       {counted(args.global_batch_size, 'sequence')} = {counted(training_args.world_size, 'process')} x "
         f"{training_args.per_device_train_batch_size} x {training_args.gradient_accumulation_steps} accumulated\n"
-        f"Steps       {steps:,} with sequences of {length} tokens, at most "
-        f"{steps * args.global_batch_size * length / 1e6:,.1f} M tokens{of_text}\n"
+        f"Steps       {steps:,} with sequences of {length} tokens, at most {tokens}{of_text}\n"
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpora.in_words(reader.corpus)}\n"
         f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
@@ -280,7 +281,9 @@ def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None, val
         texts = (reader.tokenizer.decode(block["input_ids"], skip_special_tokens=True) for block in validation)
         blocks = size * len(validation) / sum(len(text.encode()) for text in texts)
     blocks = min(blocks or 0, args.max_train_samples or math.inf)
-    return f", {about}{steps * args.global_batch_size / blocks:,.1f} passes over the text" if blocks else ""
+    times = steps * args.global_batch_size / blocks if blocks else 0
+    shown = f"{times:,.1f}" if times >= 1 else f"{times:.2g}"
+    return f", {about}{shown} passes over the text" if times else ""
 
 
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:

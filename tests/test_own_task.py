@@ -228,6 +228,7 @@ BAD = {
     "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
     "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
     "no row": ("t.csv", "text,label\n", [], "t.csv has no rows"),
+    "scores without a point": ("t.csv", "text,label\n" + "a,1\nb,2\nc,3\n", [], r"scores with a decimal point \(7.0\)"),
     "few": ("t.csv", OK, [], "t.csv has 2 rows, too few per label to hold out a tenth"),
     "new label": ("t.csv", OK, ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none of .* x, y"),
     "test file": ("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "t.csv"], "without --do_predict"),

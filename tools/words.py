@@ -247,7 +247,7 @@ def evaluate(
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
     """Windows of `max_documents` held-out documents per source, and the language. Raises `InputError`."""
     if args.text_file:
-        corpus = resolve(corpus_of_files(args.text_file, args.text_file, "text"))
+        corpus = resolve(corpus_of_files(args.text_file, args.text_file, args.text_column))
     else:
         corpus = resolve(read_corpus(args.corpus))
         check_sources(corpus)
@@ -269,6 +269,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max_documents", type=int, default=500, help="held-out documents per source, chosen by a hash"
     )
+    parser.add_argument("--text_column", default="text", help="column of text_file that holds the text")
     parser.add_argument("--output", help="JSON file for the metrics")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.text_file):

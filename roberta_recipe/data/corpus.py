@@ -209,6 +209,8 @@ def _local_paths(path: Path) -> list[str]:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
         with parsing(path, "a folder of save_to_disk"):  # beside its shards, it may hold caches of `map`
             return [shard["filename"] for shard in datasets.load_from_disk(path).cache_files]
+    if (path / "dataset_dict.json").is_file():  # of `DatasetDict.save_to_disk`
+        raise InputError(f"{path} has several splits: name one, such as {path / 'train'}, and one as --validation_file")
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), reverse=True)
     return list({os.path.realpath(one): one for one in paths}.values())

@@ -78,7 +78,10 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
             for part in hold_out(whole.labels)
         )
     if held_out and len(examples["validation"].texts) < (1 if names else 2):
-        raise InputError(f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file")
+        raise InputError(
+            f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file"
+            f"{_about_scores(names)}"
+        )
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
     files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
     return Task(
@@ -279,10 +282,15 @@ def _encode_labels(
         labels = [numbers.get(str(value)) if names else _number(value) for value in values]
     for row, (label, value) in enumerate(zip(labels, values, strict=True), 1):
         if label is None or not np.isfinite(label).all():
-            wanted = f"none of the training labels {listed(names, 20)}" if names else "no number"
+            wanted = f"none of the training labels {listed(names, 20)}{_about_scores(names)}" if names else "no number"
             wanted += "; a test set has labels in all rows or in none" * (split == "test" and not value)
             raise InputError(f"{where}, row {row}: {column} is {value!r}, {wanted}")
     return labels
+
+
+def _about_scores(names: tuple[str, ...]) -> str:
+    is_score = names and all(name.lstrip("-").isdecimal() for name in names)
+    return "; whole numbers are classes, so write scores with a decimal point (7.0)" if is_score else ""
 
 
 def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:

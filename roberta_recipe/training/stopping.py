@@ -82,14 +82,16 @@ class Stopping(TrainerCallback):
                 signal.signal(number, handler)
 
     def _handle_signal(self, number: int, _: Any) -> None:
-        now_s, self.signaled_by = time.monotonic(), SIGNALS[number]
-        if number != signal.SIGINT:
+        now_s, is_first, self.signaled_by = time.monotonic(), self.signaled_by is None, SIGNALS[number]
+        is_interrupt = number == signal.SIGINT
+        if is_first and is_first_process():  # `logging` takes locks, which a signal handler must not wait for
+            again = "; Ctrl-C again ends at once" * is_interrupt
+            with contextlib.suppress(OSError):  # the same Ctrl-C ended `| tee`
+                os.write(2, f"\n{self.signaled_by}: this step is finished and saved first{again}\n".encode())
+        if not is_interrupt:
             return
         if self._interrupted_s is None:
             self._interrupted_s = now_s
-            if is_first_process():  # `logging` takes locks, which a signal handler must not wait for
-                with contextlib.suppress(OSError):  # the same Ctrl-C ended `| tee`
-                    os.write(2, b"\nCtrl-C: this step is finished and saved first; Ctrl-C again ends at once\n")
         elif now_s - self._interrupted_s > _SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
