@@ -129,7 +129,7 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     assert (
         "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 30% masked, seed 42" in lines
     )
-    said = r"Steps       4 with sequences of 64 tokens, at most 8,192 tokens, about 0\.0[1-9]\d? passes over the text\n"
+    said = r"Steps       4 with sequences of 64 tokens, at most 1,024 tokens, about 0\.0\d+ passes over the text\n"
     assert re.search(said, lines)
     assert f"Corpus      train_file: {texts} 100.0%\n" in lines
     assert yaml.safe_load((tmp_path / "run" / "preset.yaml").read_text())["tokenizer_name"] == str(made)
