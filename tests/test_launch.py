@@ -43,6 +43,20 @@ def launch(script, root, *argv):
     return run_python(root / "tools" / "launch.py", *argv, cwd=script.parent, env={"PYTHONPATH": str(root)})
 
 
+def start(script, root, *argv, before=()):
+    """A launcher of a script that waits for a signal, in a session of its own."""
+    command = [*before, sys.executable, root / "tools" / "launch.py", *argv, script, "wait"]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if before else subprocess.STDOUT,  # nohup's own line
+        text=True,
+        start_new_session=True,
+    )
+
+
 def test_the_exit_code_and_the_lines_are_the_script_s(script, root):
     done = launch(script, root, *TWO, script, 75)
     assert done.returncode == 75, done.stderr
@@ -78,16 +92,7 @@ def test_what_accelerate_refuses_is_one_line(script, root):
     ids=["SIGTERM to the launcher", "SIGINT to the launcher", "Ctrl-C, two processes", "SIGHUP, two processes"],
 )
 def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, number, to_all, processes, code):
-    command = [sys.executable, str(root / "tools" / "launch.py"), *(TWO if processes == 2 else []), script, "wait"]
-    child = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    child = start(script, root, *(TWO if processes == 2 else []))
     lines = [child.stdout.readline() for _ in range(processes)]
     time.sleep(0.2)
     (os.killpg if to_all else os.kill)(child.pid, number)
@@ -96,16 +101,7 @@ def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, num
 
 
 def test_nohup_protects_from_the_end_of_a_session(script, root):
-    command = [sys.executable, root / "tools" / "launch.py", *TWO, script, "wait"]
-    child = subprocess.Popen(
-        ["nohup", *map(str, command)],
-        cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    child = start(script, root, *TWO, before=["nohup"])
     assert [child.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     os.killpg(child.pid, signal.SIGHUP)
     time.sleep(1)
