@@ -404,6 +404,18 @@ def test_corpus_presets_of_the_repository(root, monkeypatch):
 # Errors before training
 
 
+@pytest.mark.parametrize(
+    "row", ['{"body": "%s", "html": "' + "x" * 900 + '"}', '{"body": "%s"}', '{"text": "%s"}', "[", ""]
+)
+def test_the_size_of_json_lines_is_that_of_their_text(tmp_path, row):
+    """Other columns and escaped characters do not count; a file without the column counts as it is."""
+    text = "\u4e2d\u6587" * 20
+    line = row % json.dumps(text)[1:-1] if "%s" in row else row
+    (tmp_path / "a.jsonl").write_text(f"{line}\n" * 30 if row else "")
+    size = corpora.text_bytes(corpus_of("c", [Source("s", files=str(tmp_path / "a.jsonl"), text_column="body")]))
+    assert size == (30 * len(text.encode()) if "body" in row else (tmp_path / "a.jsonl").stat().st_size)
+
+
 def test_small_files_are_warned_of(tmp_path, caplog):
     (tmp_path / "many").mkdir()
     for number in range(20):

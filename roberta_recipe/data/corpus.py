@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import json
 import os
 import re
 import time
@@ -226,23 +227,36 @@ def _remote_paths(name: str, pattern: str) -> list[str]:
 
 
 def text_bytes(corpus: Corpus) -> int | None:
-    """Bytes of the training files: the uncompressed text column of Parquet files, else the file sizes; None where a
-    file is remote or compressed."""
-    total = 0
+    """Bytes of the training text: the uncompressed text column of Parquet files, the `_text_share` of JSON lines, else
+    the file sizes; None where a file is remote or compressed."""
+    total = 0.0
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
         for path in files:
             if "://" in path or Path(path).suffix.lower() in COMPRESSIONS:
                 return None
             if format != "parquet":
-                total += Path(path).stat().st_size
+                if path == files[0]:
+                    share = _text_share(path, source.text_column) if format == "json" else 1.0
+                total += share * Path(path).stat().st_size
                 continue
             with parsing(path, "a Parquet file"):
                 footer = pq.read_metadata(path)
             groups = map(footer.row_group, range(footer.num_row_groups))
             columns = (group.column(number) for group in groups for number in range(group.num_columns))
             total += sum(one.total_uncompressed_size for one in columns if one.path_in_schema == source.text_column)
-    return total
+    return round(total)
+
+
+def _text_share(path: str, column: str) -> float:
+    """Bytes of text / bytes of a JSON-lines file, in its first megabyte; 1.0 if that cannot be read."""
+    with (
+        contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+        open(path, "rb") as file,
+    ):
+        lines = file.readlines(1 << 20)
+        return sum(len(json.loads(line)[column].encode()) for line in lines) / sum(map(len, lines))
+    return 1.0
 
 
 def in_words(corpus: Corpus) -> str:
