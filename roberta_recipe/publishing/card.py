@@ -130,9 +130,9 @@ def _starts_from_hub(record: records.RunRecord) -> bool:
     """Whether a run started from a Hub model. Fine-tuning records the Hub's commit hash, or a shorter one of a local
     folder; continued pretraining records the name of a Hub model, or the absolute path of a folder."""
     weights = record["fingerprint"].get("weights")
-    return (
-        bool(_HUB_COMMIT.fullmatch(weights)) if weights else _is_hub_id(record["resolved_args"]["model_name_or_path"])
-    )
+    if weights not in (None, "None"):  # the latter in older records of a Hub model
+        return bool(_HUB_COMMIT.fullmatch(weights))
+    return _is_hub_id(record["resolved_args"]["model_name_or_path"])
 
 
 def _is_hub_id(name: str) -> bool:
