@@ -256,8 +256,9 @@ def test_the_model_card_has_the_scores(preset, data_dir, tmp_path):
     train_mlm.main(["--config", preset, "--max_steps", "1"])
     tool.main(["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(data_dir), "--random_seeds", "0"])
     assert durable.damage(tmp_path / "run") is None  # the model's manifest still holds
-    shown = (hub.prepare("me/mine", tmp_path / "run") / "README.md").read_text()
-    assert "blimp.json" in hub.PUBLISHED and "| mine | pseudo-log-likelihood |" in shown
+    published = hub.prepare("me/mine", tmp_path / "run")
+    shown = (published / "README.md").read_text()
+    assert (published / "blimp.json").is_file() and "| mine | pseudo-log-likelihood |" in shown
     assert blimp_table.EXPLANATION in shown
 
 

@@ -8,9 +8,9 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import has_bf16
+from roberta_recipe.hardware import cpu_cores, has_bf16
 from roberta_recipe.input_files import read_input_json
-from roberta_recipe.log import logger
+from roberta_recipe.log import counted, logger
 
 # plugins of accelerate, enabled by environment variables, that `Trainer` would use silently
 _REFUSED_PLUGINS = {
@@ -18,6 +18,7 @@ _REFUSED_PLUGINS = {
     "MEGATRON_LM": "Megatron-LM, which has its own loss and batch",
     "PARALLELISM_CONFIG": "a parallelism_config, whose processes share examples",
 }
+_WORKERS_PER_CORE = 16  # at most
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as in accelerate
 _REPLACED_SECTIONS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a DeepSpeed configuration
 
@@ -38,6 +39,11 @@ def check(args: TrainingArguments) -> None:
         raise InputError(
             f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
             "CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.dataloader_num_workers > _WORKERS_PER_CORE * cpu_cores():
+        raise InputError(
+            f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
+            f"{counted(cpu_cores(), 'core')}; one or two feed a device"
         )
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
