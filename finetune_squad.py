@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in squad.PAPER[version(args)].items())
-        is_official = len(data["validation"]) == squad.QUESTIONS[version(args)]
+        is_official = summary["dataset"]["hub_id"] is not None
         paper = f"RoBERTa-large: {paper} (Table 6)" if is_official else "not SQuAD's own validation questions"
         print(summaries.table(summary, paper, SHOWN[version(args)]))
 

@@ -280,10 +280,10 @@ def passes(args: MlmArguments, steps: int, reader: Reader, size: int | None, val
     if not blocks and size:
         texts = (reader.tokenizer.decode(block["input_ids"], skip_special_tokens=True) for block in validation)
         blocks = size * len(validation) / sum(len(text.encode()) for text in texts)
-    blocks = min(blocks or 0, args.max_train_samples or math.inf)
-    times = steps * args.global_batch_size / blocks if blocks else 0
-    shown = f"{times:,.1f}" if times >= 1 else f"{times:.2g}"
-    return f", {about}{shown} passes over the text" if times else ""
+    if not blocks:
+        return ""
+    times = steps * args.global_batch_size / min(blocks, args.max_train_samples or blocks)
+    return f", {about}{times:{',.1f' if times >= 1 else '.2g'}} passes over the text"
 
 
 def announce_position(resumed_from: str | None, skipped: order.Skipped) -> None:

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, nargs="+", default=[500, 1000, 2000], help="size of a training sample")
     parser.add_argument("--samples", type=int, default=5)
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="sklearn")  # defaults of its next versions
     task, tokenizer = TASKS[args.task_name], AutoTokenizer.from_pretrained(args.model_name_or_path)
     train, test = (read_split(task, args.task_name, split, args.data_dir) for split in ("train", "validation"))
     if (wanted := args.samples * max(args.examples)) > len(train):
@@ -81,7 +82,6 @@ def mean_states(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text
 
 def score(features: Sequence, labels: np.ndarray, test_labels: np.ndarray, metric, scaler) -> float:
     """Test score x 100 of a logistic regression on standardized features."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="sklearn")  # defaults of its next versions
     regression = LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, scoring=make_scorer(metric))
     classifier = make_pipeline(scaler, regression).fit(features[0], labels)
     return 100 * float(metric(test_labels, classifier.predict(features[1])))

@@ -230,6 +230,8 @@ def test_a_local_start_is_not_published_as_a_model_of_the_hub(server, preset, mo
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_dir, "me/start")
     train(preset, "--model_name_or_path", "me/start", "--config_name", "", "--tokenizer_name", model_dir)
+    resolved = train_mlm.read_arguments(["--model_name_or_path", "me/start", "--train_file", "x"])[1]
+    assert resolved["model_name_or_path"] == resolved["tokenizer_name"] == str(tmp_path / "me" / "start")
     monkeypatch.chdir("me")
     card = cards.ModelCard.load(hub.prepare("me/small", tmp_path / "run") / "README.md")
     assert card.data.to_dict().get("base_model") is None and "continued from `start`" in card.text

@@ -232,12 +232,11 @@ def text_bytes(corpus: Corpus) -> int | None:
     total = 0.0
     for source in corpus.sources:
         format, files = corpus.files(source, "train")
+        if any("://" in path or Path(path).suffix.lower() in COMPRESSIONS for path in files):
+            return None
+        share = _text_share(files[0], source.text_column) if format == "json" else 1.0
         for path in files:
-            if "://" in path or Path(path).suffix.lower() in COMPRESSIONS:
-                return None
             if format != "parquet":
-                if path == files[0]:
-                    share = _text_share(path, source.text_column) if format == "json" else 1.0
                 total += share * Path(path).stat().st_size
                 continue
             with parsing(path, "a Parquet file"):

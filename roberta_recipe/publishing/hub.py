@@ -243,9 +243,10 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
         time.sleep(wait_s)
 
 
-def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
-    """(weights folder, record folder, summary) of a finished run: of pretraining, of a fine-tuning (its best run), or
-    of one of its runs (without summary). Raises `InputError` without a finished run, or with damaged weights."""
+def find_model(folder: Path) -> tuple[Path, Path, records.RunRecord, records.Summary | None]:
+    """(weights folder, record folder, record, summary) of a finished run: of pretraining, of a fine-tuning (its best
+    run), or of one of its runs (without summary). Raises `InputError` without a finished run, and for weights that are
+    damaged or newer than the record."""
     summary, run_folder = None, folder
     if (folder / records.SUMMARY_NAME).is_file():
         summary = records.read_record(folder / records.SUMMARY_NAME, _SUMMARY_FIELDS, _OTHER_VERSION)
@@ -255,19 +256,18 @@ def find_model(folder: Path) -> tuple[Path, Path, records.Summary | None]:
         raise InputError(f"{folder} has no finished run with weights: name a run's output_dir")
     if (model != run_folder or (model / durable.MANIFEST).is_file()) and (damage := durable.damage(model)):
         raise InputError(f"{model} is damaged and not pushed: {damage}. Copy it again, or run it again")
-    record = records.read_record(run_folder / records.RECORD_NAME, ("state_digests",), _OTHER_VERSION)
+    needed = ("resolved_args", "shown_args", "fingerprint", "state_digests")
+    record = records.read_record(run_folder / records.RECORD_NAME, needed, _OTHER_VERSION)
     if record["state_digests"]["weights"] != hash_of_weights(model):  # killed between the two
         raise InputError(f"{model} has newer weights than its {records.RECORD_NAME}: finish its run first")
-    return model, run_folder, summary
+    return model, run_folder, record, summary
 
 
 def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: Any) -> Path:
     """A temporary folder with the published files of a finished run: links to weights and tokenizer, records without
     local folders, the card for `repo` as README.md. `results`: folders of models fine-tuned from it, for the card."""
-    model, run_folder, summary = find_model(folder)
+    model, run_folder, record, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
-    needed = ("resolved_args", "shown_args", "fingerprint")
-    record = records.read_record(run_folder / records.RECORD_NAME, needed, _OTHER_VERSION)
     summaries = [_summary_of(path, model) for path in results]
     record, summary, summaries = records.portable([record, summary, summaries])
     scored = None

@@ -49,11 +49,15 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     lines, sentences = [line.strip(" \t") for line in text.split("\n")], [[]]
     rows = [line for line in lines if line and not comment.match(line)] or [""]
     split = re.compile(" *\t *" if all("\t" in line for line in rows) else "[ \t]+").split
-    width, is_row = len(split(rows[0])), lambda line: "\t" in line or "=" not in line
+    width = len(split(rows[0]))
     for number, line in enumerate(lines, 1):
         if not line:
             sentences.append([])
-        elif sentences[-1] or not comment.match(line) or (is_row(line) and len(split(line)) == width):
+        elif (
+            sentences[-1]
+            or not comment.match(line)
+            or (("\t" in line or "=" not in line) and len(split(line)) == width)
+        ):
             sentences[-1].append(split(line))
             if len(sentences[-1][-1]) != width:
                 raise InputError(f"{path}, line {number}: {line!r} is not {width} columns; blank lines end sentences")

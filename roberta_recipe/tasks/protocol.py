@@ -119,8 +119,8 @@ def check_arguments(
 
 
 def load_tokenizer(args: FinetuneArguments) -> PreTrainedTokenizerBase:
-    """The fast tokenizer, with the columns of the model. Raises `InputError` for a slow tokenizer and for
-    one with more tokens than the model."""
+    """The fast tokenizer, with the columns of the model. Raises `InputError` for a slow tokenizer and for one with
+    more tokens than the model."""
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = tokenization.load_tokenizer(name, needed=("pad_token",))
     config = weights.read_config(args.model_name_or_path)

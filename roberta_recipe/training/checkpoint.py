@@ -35,23 +35,26 @@ OPTIMIZER_FLAGS = ("optim", "optim_args")  # the optimizer's state depends on th
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
     """Delete all but the newest `limit` checkpoints (0, None: no limit) up to `step`, and unsealed folders of killed
     starts. Later checkpoints are those that this start passed over as damaged."""
-    kept = newest_first(output_dir, step)[: limit or None]
-    kept += [path for path in newest_first(output_dir) if step_of(path) > step]
+    old = newest_first(output_dir, step)[limit:] if limit else []
     for path in all_folders(output_dir):
-        if path not in kept:
+        if path in old or not is_sealed(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def all_folders(output_dir: str | Path) -> list[Path]:
     """The checkpoint folders of a run, newest first, including unsealed ones."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
-    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
+    folders = Path(output_dir).glob("checkpoint-*")
+    return sorted((path for path in folders if path.name.removeprefix("checkpoint-").isdecimal()), key=step_of)[::-1]
 
 
 def newest_first(output_dir: str | Path, last_step: float = math.inf) -> list[Path]:
     """The sealed checkpoints of a run up to `last_step`, newest first, including damaged ones."""
-    sealed = [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
-    return [path for path in sealed if step_of(path) <= last_step]
+    return [path for path in all_folders(output_dir) if is_sealed(path) and step_of(path) <= last_step]
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a checkpoint is complete."""
+    return (folder / durable.MANIFEST).is_file()
 
 
 def step_of(folder: Path) -> int:

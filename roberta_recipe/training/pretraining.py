@@ -72,8 +72,9 @@ def read_arguments(
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
         resolved["tokenizer_name"] = args.model_name_or_path
-    if args.model_name_or_path and (folder := resolve_path(args.model_name_or_path)).is_dir():
-        resolved["model_name_or_path"] = str(folder.resolve())  # so that it is not taken for a Hub model elsewhere
+    if (start := args.model_name_or_path) and (folder := resolve_path(start)).is_dir():
+        same = [name for name in ("model_name_or_path", "tokenizer_name") if resolved.get(name) == start]
+        resolved |= dict.fromkeys(same, str(folder.resolve()))  # so that it is not taken for a Hub model elsewhere
     return filled, {**resolved, "bf16": training_args.bf16}
 
 

@@ -29,7 +29,7 @@ from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
-from roberta_recipe.training.checkpoint import newest_first
+from roberta_recipe.training.checkpoint import newest_first, step_of
 from roberta_recipe.training.processes import leave_process_group, on_first_process
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
     spikes, saved = _read_spikes(output_dir), newest_first(output_dir, step)
-    saved_step = int(saved[0].name.partition("-")[2]) if saved else 0
+    saved_step = step_of(saved[0]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
         return RunError(
