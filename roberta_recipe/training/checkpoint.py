@@ -36,9 +36,8 @@ def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
     """Delete all but the newest `limit` checkpoints (0, None: no limit) up to `step`, and unsealed folders of killed
     starts. Later checkpoints are those that this start passed over as damaged."""
     old = newest_first(output_dir, step)[limit:] if limit else []
-    for path in all_folders(output_dir):
-        if path in old or not is_sealed(path):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in [*old, *(set(all_folders(output_dir)) - {*newest_first(output_dir)})]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def all_folders(output_dir: str | Path) -> list[Path]:
@@ -49,12 +48,8 @@ def all_folders(output_dir: str | Path) -> list[Path]:
 
 def newest_first(output_dir: str | Path, last_step: float = math.inf) -> list[Path]:
     """The sealed checkpoints of a run up to `last_step`, newest first, including damaged ones."""
-    return [path for path in all_folders(output_dir) if is_sealed(path) and step_of(path) <= last_step]
-
-
-def is_sealed(folder: Path) -> bool:
-    """Whether a checkpoint is complete."""
-    return (folder / durable.MANIFEST).is_file()
+    sealed = [path for path in all_folders(output_dir) if (path / durable.MANIFEST).is_file()]
+    return [path for path in sealed if step_of(path) <= last_step]
 
 
 def step_of(folder: Path) -> int:
