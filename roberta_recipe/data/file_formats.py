@@ -29,14 +29,10 @@ class BadRow(NamedTuple):
 Text = str | BadRow | None  # None: a row without a value in the text column
 
 
-def _arrow_stream(codec: str, stream: BinaryIO) -> pa.CompressedInputStream:
-    return pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), codec)
-
-
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {  # by suffix
-    ".gz": functools.partial(_arrow_stream, "gzip"),
-    ".bz2": functools.partial(_arrow_stream, "bz2"),
-    ".zst": functools.partial(_arrow_stream, "zstd"),
+    ".gz": functools.partial(pa.input_stream, compression="gzip"),
+    ".bz2": functools.partial(pa.input_stream, compression="bz2"),
+    ".zst": functools.partial(pa.input_stream, compression="zstd"),
     ".xz": lzma.LZMAFile,
 }
 
