@@ -35,7 +35,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ways = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
     ways |= {BLOCKWISE: blockwise_attention} if device.type == "cpu" else {}
-    print(f"{hardware.processor_name()}, {args.threads} threads, torch {torch.__version__}: ms of forward and backward")
+    processor = hardware.describe_machine()["processor"]
+    print(f"{processor}, {args.threads} threads, torch {torch.__version__}: ms of forward and backward")
     print(f"{'':<8}{'dropout':>8}{'length':>8}" + "".join(f"{name:>12}" for name in ways) + "   fastest")
     for dtype in (torch.float32, *([torch.bfloat16] if hardware.has_bf16() else [])):
         for dropout in (0.0, 0.1):

@@ -34,20 +34,15 @@ class Machine(TypedDict):
 
 def describe_machine() -> Machine:
     """Processor, usable cores, GPUs."""
+    cpus = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: *(.+)$", cpus.read_text(), re.MULTILINE) if cpus.is_file() else None
     return {
         "machine": platform.machine(),
-        "processor": processor_name(),
+        "processor": name[1].strip() if name else platform.processor() or None,
         "system": platform.system(),
         "cpu_cores": cpu_cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-
-
-def processor_name() -> str | None:
-    """The processor's name; None if unknown."""
-    path = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*: *(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
-    return name[1].strip() if name else platform.processor() or None
 
 
 def cpu_cores() -> int:
@@ -65,17 +60,11 @@ def local_processes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory: of the GPU since `reset_peak_memory`, or of this process if it has not used one."""
+    """Peak memory: of the GPU since `torch.cuda.reset_peak_memory_stats`, or of this process if it has not used one."""
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0 with use_cpu
         return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
-
-
-def reset_peak_memory() -> None:
-    """Reset the GPU's peak memory."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def keep_freed_memory() -> bool:

@@ -127,7 +127,8 @@ class Bench:
             optimizer.zero_grad(set_to_none=False)  # the estimate's peak includes existing gradients
             return loss.detach()
 
-        hardware.reset_peak_memory()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         begun_s = time.perf_counter()
         losses = [step(0)]
         self.synchronize()

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
-from roberta_recipe.hardware import matrix_rate, reset_peak_memory
+from roberta_recipe.hardware import matrix_rate
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention
 
@@ -57,7 +57,8 @@ class Throughput(TrainerCallback):
         """Measure `matrix_rate`."""
         precision, device = attention.precision(args), args.device
         self.matrix_rate = _probe(device, _DTYPES[precision], at_end=False)
-        reset_peak_memory()  # which the probe has raised
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # which the probe has raised
         on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
         where = torch.cuda.get_device_name() if on_gpu else threads
         if args.process_index == 0:
