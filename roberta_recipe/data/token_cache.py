@@ -243,14 +243,9 @@ def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File
 
 def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
     """Held-out rows of a file without those `excluded`. `rows`: the list that reading the training split has filled."""
-    skipped = 0
-    for row in rows:
-        if text_hash(row.text) in excluded:
-            skipped += 1
-        else:
-            yield row._replace(held_out=skipped)
-            skipped = 0
-    yield Row(-1, None, held_out=skipped)
+    left = [row for row in rows if text_hash(row.text) not in excluded]
+    yield from left
+    yield Row(-1, None, held_out=len(rows) - len(left))
 
 
 def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], reader: TextReader) -> int:
