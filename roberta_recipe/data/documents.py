@@ -68,11 +68,6 @@ def text_hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is in the validation split: decided by its hash, so that duplicates are in the same split."""
-    return int(text_hash(text), 16) < share * 2**64
-
-
 class Row(NamedTuple):
     """A document with its row number, and counts of the rows skipped before it."""
 
@@ -90,7 +85,8 @@ def file_rows(
     """The documents of a file that belong to `split` ("train", "validation"), from row `start` on; then a `Row` without
     text. Documents of the other split are appended to `others`."""
     format, _ = corpus.files(source, split)
-    share = None if source.validation_files else corpus.validation_share
+    # held out by the hash of a document's text, so that duplicates are in the same split
+    limit = None if source.validation_files else corpus.validation_share * 2**64
     number, empty, other_split, lost, warned, broken = start, 0, 0, 0, False, None
     try:
         for text in read_file(source, format, path, start):
@@ -103,7 +99,7 @@ def file_rows(
                 lost, warned = lost + 1, True
             elif text is None or not text.strip():
                 empty += 1
-            elif share is not None and is_held_out(text, share) != (split == "validation"):
+            elif limit is not None and (int(text_hash(text), 16) < limit) != (split == "validation"):
                 other_split += split == "train"
                 if others is not None:
                     others.append(Row(number, text))
@@ -123,10 +119,10 @@ def file_rows(
     yield Row(number, None, empty, other_split, int(broken is not None), lost)
 
 
-def documents(corpus: Corpus, source: Source, split: str, *, seed: int, epoch: int = 0) -> Iterator[str]:
-    """One pass over a source: files in the order of the pass, rows in file order."""
+def documents(corpus: Corpus, source: Source, split: str, *, seed: int) -> Iterator[str]:
+    """One pass over a source: files in the order of the first pass, rows in file order."""
     _, files = corpus.files(source, split)
-    for number in file_order(corpus.sources.index(source), len(files), seed=seed, epoch=epoch):
+    for number in file_order(corpus.sources.index(source), len(files), seed=seed, epoch=0):
         yield from (row.text for row in file_rows(corpus, source, split, files[number]) if row.text is not None)
 
 
