@@ -55,19 +55,13 @@ def main(argv: list[str] | None = None) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", help="corpus preset, as for train_mlm.py")
-    parser.add_argument(
-        "--train_file", nargs="+", help="text, JSONL, Parquet or Arrow instead of the corpus: files, folders or globs"
-    )
-    parser.add_argument(
-        "--validation_file", nargs="+", help="held-out text for train_file (default: 1%% of its documents)"
-    )
+    parser.add_argument("--train_file", nargs="+", help="text, JSONL, Parquet or Arrow: files, folders or globs")
+    parser.add_argument("--validation_file", nargs="+", help="held-out text (default: 1%% of train_file's documents)")
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     parser.add_argument("--output_dir", required=True, help="folder to write the tokenizer to")
     parser.add_argument("--vocab_size", type=int, default=50265, help="entries, special tokens included")
     parser.add_argument("--sample_mb", type=float, default=1000, help="text to train on, in MB")
-    parser.add_argument(
-        "--validation_mb", type=float, default=1, help="held-out text of each source to measure on, in MB"
-    )
+    parser.add_argument("--validation_mb", type=float, default=1, help="held-out text of each source, in MB")
     parser.add_argument("--compare_with", help="another tokenizer (folder or Hub id) to measure on the same text")
     parser.add_argument("--seed", type=int, default=42, help="order of the corpus files")
     args = parser.parse_args(argv)

@@ -266,9 +266,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", required=True, help="masked LM with a tokenizer: a folder or a Hub id")
     parser.add_argument("--corpus", help="corpus preset; its held-out documents are used")
     parser.add_argument("--text_file", nargs="+", help="held-out text, JSONL or Parquet, in place of --corpus")
-    parser.add_argument(
-        "--max_documents", type=int, default=500, help="held-out documents per source, chosen by a hash"
-    )
+    parser.add_argument("--max_documents", type=int, default=500, help="documents per source, chosen by a hash")
     parser.add_argument("--text_column", default="text", help="column of text_file that holds the text")
     parser.add_argument("--output", help="JSON file for the metrics")
     args = parser.parse_args(argv)
