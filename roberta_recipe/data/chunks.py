@@ -56,11 +56,7 @@ PACKERS: dict[str, Packer] = {
 
 def pair_versions(input_format: str) -> int:
     """Number of packings of a text that successive passes cycle through: `pairs.VERSIONS` for pairs, else 1."""
-    return pairs.VERSIONS if _has_pairs(input_format) else 1
-
-
-def _has_pairs(input_format: str) -> bool:
-    return input_format.split()[0] in PAIRS
+    return pairs.VERSIONS if input_format.split()[0] in PAIRS else 1
 
 
 class File(NamedTuple):
@@ -156,7 +152,7 @@ class TextReader:
     index_folder: str | Path | None = None  # of the chunk index
 
     def __post_init__(self):
-        self.versions = pair_versions(self.packer)
+        self.versions = pair_versions(self.packer)  # more than 1: pairs
         self.dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         self.progress = torch.zeros(1, dtype=torch.int64).share_memory_()  # encoded texts, in data workers too
 
@@ -200,7 +196,7 @@ class TextReader:
                     block[COLUMN] = units["input_ids"].astype(np.uint8)
             for block in blocks:
                 block["document"] = texts[block["document"]].number
-            special = 4 if _has_pairs(self.packer) else 2  # special tokens of a block with one sentence
+            special = 4 if self.versions > 1 else 2  # special tokens of a block with one sentence
             longest = math.inf if self.packer == "contiguous" else self.max_seq_length - special
             counts = _counts(chunk_rows, documents, len(blocks), longest)
             last, end = chunk_rows[-1].text is None, chunk_rows[-1].number + 1
@@ -239,7 +235,7 @@ class TextReader:
         """The parts of a document that are tokenized separately."""
         if self.packer == "contiguous":
             return [text]
-        before = " " if _has_pairs(self.packer) else ""  # sentences of a segment follow each other without </s>
+        before = " " if self.versions > 1 else ""  # sentences of a segment follow each other without </s>
         return [before + sentence for sentence in split_sentences(text, self.corpus.language)]
 
     def fingerprint(self) -> dict[str, Any]:
