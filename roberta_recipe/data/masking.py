@@ -136,14 +136,10 @@ class MlmCollator(DataCollatorForLanguageModeling):
         return torch.from_numpy(rows)
 
 
-def validation_collator(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> MlmCollator:
-    """The collator of validation masks: 15%, 80/10/10, the same for every run."""
-    return MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, **settings)
-
-
 def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[dict[str, Any]]:
-    """Validation examples with the same masks in every run, each with its `DOCUMENT`."""
-    examples, documents = validation_collator(tokenizer, **settings).seen_by_model(blocks), {}
+    """Validation examples with the same masks in every run (15%, 80/10/10), each with its `DOCUMENT`."""
+    collator = MlmCollator(tokenizer, mlm_probability=EVAL_PROBABILITY, seed=EVAL_SEED, **settings)
+    examples, documents = collator.seen_by_model(blocks), {}
     for block, example in zip(blocks, examples, strict=True):
         source, file, _ = place_of(block.id)
         example[DOCUMENT] = documents.setdefault((source, file, block.document), len(documents))

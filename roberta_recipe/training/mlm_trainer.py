@@ -218,7 +218,7 @@ class MlmTrainer(DurableTrainer):
         loader = ignore_signals_in_workers(super().get_eval_dataloader(eval_dataset))
         if not isinstance(self.data_collator, masking.MlmCollator):
             base = getattr(loader, "base_dataloader", loader)
-            base.collate_fn = masking.validation_collator(self.processing_class)
+            base.collate_fn = masking.MlmCollator(self.processing_class)
         return loader
 
     def evaluate(self, *args, **kwargs):
