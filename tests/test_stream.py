@@ -23,11 +23,11 @@ from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.documents import file_rows, read_file
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.order import (
+    FILES,
     WINDOWS,
     batches_of,
     block_id,
     blocks_by_source,
-    file_order,
     interleave,
     random_order,
     unskipped,
@@ -149,7 +149,7 @@ def chunks_of(case, file):
 def files_of(case, source, split="train", epoch=0):
     count = len(case.corpus.files(case.corpus.sources[source], split)[1])
     version = epoch % pair_versions(case.settings["packer"]) if split == "train" else 0
-    order = file_order(source, count, seed=case.settings["seed"], epoch=epoch)
+    order = random_order(case.settings["seed"], FILES, (source, epoch), count).tolist()
     return [File(source, split, number, version) for number in order]
 
 

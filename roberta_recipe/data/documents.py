@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged
 from roberta_recipe.data.file_formats import READERS, BadRow, Text, open_file
-from roberta_recipe.data.order import file_order, interleave
+from roberta_recipe.data.order import FILES, interleave, random_order
 from roberta_recipe.errors import InputError, first_line
 from roberta_recipe.log import logger
 
@@ -122,7 +122,7 @@ def file_rows(
 def documents(corpus: Corpus, source: Source, split: str, *, seed: int) -> Iterator[str]:
     """One pass over a source: files in the order of the first pass, rows in file order."""
     _, files = corpus.files(source, split)
-    for number in file_order(corpus.sources.index(source), len(files), seed=seed, epoch=0):
+    for number in random_order(seed, FILES, (corpus.sources.index(source), 0), len(files)):
         yield from (row.text for row in file_rows(corpus, source, split, files[number]) if row.text is not None)
 
 

@@ -97,11 +97,6 @@ def _generator(*entropy: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
-def file_order(source: int, files: int, *, seed: int, epoch: int) -> list[int]:
-    """The numbers of a source's files in the order of one pass, drawn from (seed, epoch)."""
-    return random_order(seed, FILES, (source, epoch), files).tolist()
-
-
 def read_ranges(words: Iterable[str]) -> Skipped:
     """Parse positions: "41000-41063" (inclusive) or "17". Raises `InputError`."""
     ranges = []

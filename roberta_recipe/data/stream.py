@@ -88,7 +88,7 @@ def _files(reader: Reader, source: int, split: str, epoch: int) -> list[File]:
     """The files of a source in the order of a pass."""
     _, paths = reader.corpus.files(reader.corpus.sources[source], split)
     version = epoch % reader.versions if split == "train" else 0
-    numbers = order.file_order(source, len(paths), seed=reader.seed, epoch=epoch)
+    numbers = random_order(reader.seed, order.FILES, (source, epoch), len(paths)).tolist()
     return [File(source, split, number, version) for number in numbers]
 
 
