@@ -24,6 +24,7 @@ from roberta_recipe.log import logger
 
 MANIFEST = "manifest.json"
 LOCK_NAME = ".lock"
+TEMPORARY = re.compile(r"-\d+\.tmp$")  # the end of a `temporary_path` of any machine and process
 SEAL = "checksum"  # key of a JSON file: the hash of its other values
 _held_locks: dict[Path, int] = {}  # file descriptors
 
@@ -50,11 +51,6 @@ def sync(path: str | Path) -> None:
 def temporary_path(path: Path) -> Path:
     """This process's temporary file or folder for an atomic write of `path`."""
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file name is a `temporary_path` of any machine and process."""
-    return re.search(r"-\d+\.tmp$", name) is not None
 
 
 def remove_stale(folder: Path, targets: str = "*") -> None:

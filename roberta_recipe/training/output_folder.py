@@ -33,7 +33,7 @@ def _prepare(path: Path, max_steps: int) -> None:
                 f"output_dir={path} already holds a finished run (make push uploads it): name another folder, or train "
                 "it longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
             )
-    others = {entry.name for entry in path.iterdir() if not durable.is_temporary(entry.name)} - _BEFORE_CHECKPOINT
+    others = {entry.name for entry in path.iterdir() if not durable.TEMPORARY.search(entry.name)} - _BEFORE_CHECKPOINT
     if others and not all_folders(path):
         raise InputError(
             f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "
