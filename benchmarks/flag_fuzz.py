@@ -122,7 +122,7 @@ def main_of(name: str) -> Callable[[list[str]], Any]:
         module = importlib.import_module(name)
     else:
         module = loaded("results" if name == "report" else "tokenizer", name)
-    return getattr(module, "command", module.main)
+    return module.main
 
 
 def prepare(folder: Path) -> None:

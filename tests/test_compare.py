@@ -41,7 +41,7 @@ def verdict(capsys, a, b):
     """(exit code, printed lines) of the command."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        compare.command([str(a), str(b)])
+        compare.main([str(a), str(b)])
     return ended.value.code, capsys.readouterr().out.splitlines()
 
 

@@ -170,19 +170,14 @@ def _values(a: Any, b: Any) -> str:
     return f"{json.dumps(a)} | {json.dumps(b)}"
 
 
-def main(argv: list[str] | None = None) -> bool:
-    """Run the command line `argv`: print the differences; returns whether there are none. Raises `InputError`."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line `argv`: print the differences, and exit with 0 without one, else 1. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="output_dir of a run")
     same, lines = compare(*map(read_run, map(resolve_path, parser.parse_args(argv).runs)))
     print("\n".join(lines))
-    return same
-
-
-def command(argv: list[str] | None = None) -> None:
-    """Exit with the verdict as exit code."""
-    raise SystemExit(0 if main(argv) else 1)
+    raise SystemExit(0 if same else 1)
 
 
 if __name__ == "__main__":
-    exit_on_error(command)
+    exit_on_error(main)
