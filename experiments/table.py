@@ -51,13 +51,12 @@ def _compared(
     scores: dict[str, dict[int, float]], apart: set[str], listed: ExperimentList, measure: str
 ) -> dict[str, Cell]:
     """A measure's cells by variant; `apart`: variants measured on other words than the first."""
-    first, *others = scores
-    whole = {name: len(of) == len(listed.seeds) and all(map(math.isfinite, of.values())) for name, of in scores.items()}
-    in_order = {name: [of[seed] for seed in listed.seeds] for name, of in scores.items() if whole[name]}
+    (first, *others), count = scores, len(listed.seeds)
+    whole = {name for name, of in scores.items() if len(of) == count and all(map(math.isfinite, of.values()))}
     compared = {
-        name: significance.compare(in_order[name], in_order[first])
+        name: significance.compare(scores[name], scores[first])
         for name in others
-        if whole[name] and whole[first] and name not in apart and not listed.search
+        if {name, first} <= whole and name not in apart and not listed.search
     }
     # unfinished comparisons count too, with p = 1: a corrected p can only become smaller
     ps = [compared[name].p if name in compared else 1.0 for name in others]

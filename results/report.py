@@ -351,15 +351,15 @@ def tested(ledger: Ledger) -> list[tuple[Pair, TestResult]]:
     shown = pairs(ledger)
     results = [TestResult()] * len(shown)
     for model in {pair.model for pair in shown}:
-        ps: dict[int, tuple[float, float, float | None]] = {}
+        compared: dict[int, significance.Comparison] = {}
         for number, pair in enumerate(shown):
             if pair.model == model and pair.pretrained and pair.random:
                 sides = [_scores(side, pair.row.metric) for side in (pair.pretrained, pair.random)]
                 if min(map(len, sides)) > 1 and all(math.isfinite(score) for side in sides for score in side.values()):
-                    ps[number] = significance.compare_seeds(*sides)
-        corrected = significance.holm([p for p, *_ in ps.values()])
-        for (number, (_, least, welch)), p in zip(ps.items(), corrected, strict=True):
-            results[number] = TestResult(p, min(1.0, least * len(ps)), welch)
+                    compared[number] = significance.compare(*sides)
+        corrected = significance.holm([of.p for of in compared.values()])
+        for (number, of), p in zip(compared.items(), corrected, strict=True):
+            results[number] = TestResult(p, min(1.0, of.least_p * len(compared)), of.welch_p)
     return list(zip(shown, results, strict=True))
 
 

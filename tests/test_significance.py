@@ -12,14 +12,19 @@ from roberta_recipe.standard_error import decimals_of, error_of_ratio, with_erro
 from tools import significance
 from tools.significance import (
     LEVEL,
+    MOST_SEEDS,
     PAIRS,
-    compare,
     holm,
     mean_and_error,
     permutation_p,
     sign_flip_p,
     verdict,
 )
+
+
+def compare(scores, first):
+    """Scores of the same seeds, in their order."""
+    return significance.compare(dict(enumerate(scores)), dict(enumerate(first)))
 
 
 def test_the_error_over_documents_is_the_spread_of_repeated_draws():
@@ -99,8 +104,13 @@ def test_seeds_are_paired_where_there_are_enough_of_them():
     assert compare(many + 0.1, many).error == pytest.approx(0, abs=1e-12)
     assert compare(few + 0.1, few).error == pytest.approx(math.hypot(*[math.sqrt(2.5 / 5)] * 2))
     assert compare([1.0], [2.0]) == (-1.0, None, 1.0, 1.0, None)
-    with pytest.raises(ValueError, match="are not of the same seeds"):
-        compare([1.0, 2.0], [2.0])
+
+    scores = dict(enumerate(many))
+    assert significance.compare(scores, dict(reversed([(seed, one - 0.1) for seed, one in scores.items()]))).p < 0.01
+    others = {seed + 1: one - 0.1 for seed, one in scores.items()}  # of other seeds, so not paired
+    assert significance.compare(scores, others).p > 0.8
+    assert significance.compare({1: 3.0, 2: 4.0}, {1: 1.0, 2: 2.0, 3: 2.5}).least_p == 1 / 10
+    assert compare(range(MOST_SEEDS + 1), range(MOST_SEEDS + 1)).least_p < 2**-MOST_SEEDS < compare(many, many).least_p
 
 
 def rejected(draw, repeats=1000):

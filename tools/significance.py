@@ -35,28 +35,17 @@ def mean_and_error(scores: Sequence[float]) -> tuple[float, float | None]:
     return mean, float(np.std(scores, ddof=1)) / math.sqrt(len(scores))
 
 
-def compare(scores: Sequence[float], first: Sequence[float]) -> Comparison:
-    """Compare `scores` with `first`, both in the order of the same seeds: paired (`sign_flip_p`) from `PAIRS` seeds on,
+def compare(scores: dict[int, float], first: dict[int, float]) -> Comparison:
+    """Compare scores by seed with those of `first`: paired (`sign_flip_p`) for the same `PAIRS` to `MOST_SEEDS` seeds,
     else unpaired (`permutation_p`)."""
-    count = len(scores)
-    if len(first) != count:
-        raise ValueError(f"{count} scores and {len(first)} are not of the same seeds")
-    if count >= PAIRS:
-        differences = [ours - theirs for ours, theirs in zip(scores, first, strict=True)]
-        return Comparison(*mean_and_error(differences), sign_flip_p(differences), least_paired_p(count))
-    (mean, error), (other, other_error) = mean_and_error(scores), mean_and_error(first)
-    together = None if error is None or other_error is None else math.hypot(error, other_error)
-    p, welch = permutation_p(scores, first), welch_p_if_unequal(scores, first)
-    return Comparison(mean - other, together, p, least_p(count, count), welch)
-
-
-def compare_seeds(scores: dict[int, float], first: dict[int, float]) -> tuple[float, float, float | None]:
-    """(p, the least possible p, Welch's p for unequal noise) of scores by seed: of `compare` for the same seeds, up to
-    `MOST_SEEDS`, else of `permutation_p`."""
-    if scores.keys() == first.keys() and len(scores) <= MOST_SEEDS:
-        return compare([scores[seed] for seed in sorted(scores)], [first[seed] for seed in sorted(scores)])[2:]
+    if scores.keys() == first.keys() and PAIRS <= len(scores) <= MOST_SEEDS:
+        differences = [scores[seed] - first[seed] for seed in sorted(scores)]
+        return Comparison(*mean_and_error(differences), sign_flip_p(differences), least_paired_p(len(differences)))
     ours, theirs = [*scores.values()], [*first.values()]
-    return permutation_p(ours, theirs), least_p(len(scores), len(first)), welch_p_if_unequal(ours, theirs)
+    (mean, error), (other, other_error) = mean_and_error(ours), mean_and_error(theirs)
+    together = None if error is None or other_error is None else math.hypot(error, other_error)
+    p, least = permutation_p(ours, theirs), least_p(len(ours), len(theirs))
+    return Comparison(mean - other, together, p, least, welch_p_if_unequal(ours, theirs))
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
