@@ -101,8 +101,7 @@ report: setup     ## tables, curves and page of the records in results/: make re
 	$(PY) results/report.py $(ARGS)
 
 # REPEATS, and in ARGS what else benchmarks/speed.py takes: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
-bench: setup      ## each stage of the data, then every speed comparison with the stock path: make bench OUT=runs/bench.json
-	$(PY) benchmarks/data_pipeline.py
+bench: setup      ## every speed comparison with the stock path: make bench OUT=runs/bench.json
 	$(PY) benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
 faults: setup     ## 1,000 random faults and their outcomes, one to two hours: make faults OUT=runs/faults.json ARGS="--seed 1"

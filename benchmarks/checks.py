@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import numpy as np
 
-from benchmarks.data_pipeline import timed
 from roberta_recipe.data import stream, token_cache
 from roberta_recipe.data.chunks import Chunk, File
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged, hash_files, resolve
@@ -27,6 +26,13 @@ from roberta_recipe.data.token_cache import TokenCache
 LENGTH = 512  # tokens in a block
 BLOCKS_PER_CHUNK, CHUNKS_PER_FILE = 4000, 25  # about 100 MB a file
 READS = 50_000  # blocks, in shuffled order
+
+
+def timed(function):
+    """(seconds, result) of a call."""
+    start_s = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start_s, result
 
 
 class RandomTokens:
