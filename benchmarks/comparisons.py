@@ -6,7 +6,6 @@ in transformers' run_mlm.py; examples truncated and padded to 128 tokens, as in 
 full length, as in run_qa.py.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -56,23 +55,12 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def module_of(*names: str) -> ModuleType:
-    """The first existing module of these names, as older checkouts have other packages."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"roberta_recipe.{name}")
-    raise ImportError(f"this checkout has none of {', '.join(names)}")
-
-
 def prepared(model, bf16: bool):
     """The model with this checkout's attention and dropout; also configures its memory allocator."""
-    try:
-        from roberta_recipe import hardware
-        from roberta_recipe.training.arguments import RecipeTrainingArguments
+    from roberta_recipe import hardware
+    from roberta_recipe.model import attention
+    from roberta_recipe.training.arguments import RecipeTrainingArguments
 
-        attention = module_of("model.attention", "training.attention")
-    except ImportError:  # an older commit
-        return model
     hardware.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         args = RecipeTrainingArguments(output_dir=folder, bf16=bf16)
@@ -88,8 +76,9 @@ def step(task: dict[str, Any]) -> dict[str, float]:
     import torch
     import transformers
 
+    from roberta_recipe.model import masked_lm
+
     importlib.import_module("transformers.trainer")  # 90 MB of datasets and pandas, which each run imports
-    masked_lm = module_of("model.masked_lm", "training.modeling", "modeling")
     config = transformers.RobertaConfig.from_json_file(ROOT / config_name)
     config.update(changes)
     torch.manual_seed(0)
@@ -156,10 +145,9 @@ def demo(task: dict[str, Any]) -> dict[str, float]:
 def in_bf16(task: dict[str, Any]) -> bool:
     """Whether a run or fine-tuning on this CPU is in bf16: by each side's default, fp32 for Trainer, and bf16 for this
     recipe where the processor has it."""
-    import torch
+    from roberta_recipe.hardware import has_bf16
 
-    has = torch.cpu.get_capabilities()  # as `hardware.has_bf16`, which older commits lack
-    return task["way"] != "stock" and bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return task["way"] != "stock" and has_bf16(use_cpu=True)
 
 
 def our_flags(task: dict[str, Any]) -> list[str]:
@@ -212,7 +200,9 @@ def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[lis
     if task["way"] == "stock":
         order = np.random.default_rng(0).permutation(len(lengths))
         return order[: steps * FINETUNE_BATCH].reshape(steps, -1).tolist()
-    sampler = module_of("training.finetune_trainer", "finetuning").LengthGroupedSampler(lengths, FINETUNE_BATCH, seed=0)
+    from roberta_recipe.training.finetune_trainer import LengthGroupedSampler
+
+    sampler = LengthGroupedSampler(lengths, FINETUNE_BATCH, seed=0)
     batches = np.fromiter(sampler, int).reshape(-1, FINETUNE_BATCH)
     by_length = batches[np.argsort(np.asarray(lengths)[batches].max(1), kind="stable")]
     return by_length[((np.arange(steps) + 0.5) * len(batches) / steps).astype(int)].tolist()
@@ -220,9 +210,9 @@ def batches_of(task: dict[str, Any], lengths: list[int], steps: int) -> list[lis
 
 def padded_to(task: dict[str, Any]) -> int | None:
     """`pad_to_multiple_of` of the checkout's collators; None for stock, which pads to a fixed length."""
-    return (
-        None if task["way"] == "stock" else module_of("training.finetune_trainer", "finetuning").padded_to(OUR_LENGTH)
-    )
+    from roberta_recipe.training import finetune_trainer
+
+    return None if task["way"] == "stock" else finetune_trainer.padded_to(OUR_LENGTH)
 
 
 def fine_tune(
@@ -293,16 +283,16 @@ def squad_evaluation(task: dict[str, Any]) -> dict[str, float]:
     """Windows/s of evaluation on SQuAD 1.1."""
     import torch
 
+    from roberta_recipe.training.finetune_trainer import token_batches
+
     script = importlib.import_module("finetune_squad")
-    trainer = module_of("training.finetune_trainer", "finetuning")
     features, collate, model = windows_of(task, script)
     features = features[:: len(features) // SCORED][:SCORED]
     lengths = [len(feature["input_ids"]) for feature in features]
-    if task["way"] == "stock" or not hasattr(trainer, "token_batches"):
-        order = range(SCORED) if task["way"] == "stock" else np.argsort(-np.array(lengths), kind="stable").tolist()
-        chosen = [order[start : start + SCORED_ROWS] for start in range(0, SCORED, SCORED_ROWS)]
+    if task["way"] == "stock":
+        chosen = [range(start, start + SCORED_ROWS) for start in range(0, SCORED, SCORED_ROWS)]
     else:
-        chosen = trainer.token_batches(lengths, SCORED_ROWS)
+        chosen = token_batches(lengths, SCORED_ROWS)
     half = in_bf16(task)
     model = (model if task["way"] == "stock" else prepared(model, half)).eval()
     batches = [collate([features[number] for number in numbers]) for numbers in chosen]

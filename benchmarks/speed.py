@@ -5,8 +5,8 @@
 
 Each measurement is a process of its own, and contestants alternate, so that all meet the same load. Prints median,
 minimum, maximum, and the ratio to the stock path; the JSON file has all values. `--before` names a checkout of another
-commit. Rates are per second of wall-clock time or, with `--clock process`, of CPU time, for a shared machine.
-`comparisons.py` has the measurements, and defines the stock path.
+commit (from b75b537 on). Rates are per second of wall-clock time or, with `--clock process`, of CPU time, for a shared
+machine. `comparisons.py` has the measurements, and defines the stock path.
 """
 
 import argparse
