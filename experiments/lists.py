@@ -48,10 +48,9 @@ class Measure(NamedTuple):
     title: str  # with its unit
     better: Literal["lower", "higher"]
     of: Literal["pretraining", "fine-tuning"]
-    tool: str | None  # in tools/, writes --output FILE; None: read the run record, or `beside`'s file
+    tool: str | None  # in tools/, run for the measure of its name, writes --output FILE; None: read the run record
     keys: tuple[str, ...]  # path of the value in that file
     times: float = 1.0
-    beside: str | None = None  # without a tool: the measure that writes the file
     count: str | None = None  # key of the sample size, if that differs between models
 
 
@@ -59,8 +58,7 @@ MEASURES = {
     "loss": Measure("validation loss, nats", "lower", "pretraining", None, ("metrics", "eval_loss")),
     "words": Measure("masked words, bits a word", "lower", "pretraining", "words", ("bits_per_word",)),
     "short_words": Measure(
-        *("masked words of one piece, bits a word", "lower", "pretraining", None, ("bits_per_short_word",)),
-        beside="words",
+        *("masked words of one piece, bits a word", "lower", "pretraining", "words", ("bits_per_short_word",)),
         count="short_words",
     ),
     "blimp": Measure("BLiMP, %", "higher", "pretraining", "blimp", ("scores", "pll", "mean_of_paradigms"), 100.0),
@@ -124,7 +122,7 @@ class Experiment:
     seed: int
     folder: Path
     train: list[str]  # command
-    measures: dict[str, list[str]]  # flags of each measure with a tool
+    measures: dict[str, list[str]]  # flags of each tool
     settings: dict[str, Any]  # must not change between runs; {seed} not replaced
 
     @property
@@ -165,7 +163,7 @@ class Experiment:
         left = {} if self.record() else {"run": self.train}
         for name, words in self.measures.items():
             if "run" in left or not self.output_of(name).is_file():
-                tool = [sys.executable, str(ROOT / "tools" / f"{MEASURES[name].tool}.py")]
+                tool = [sys.executable, str(ROOT / "tools" / f"{name}.py")]
                 model = ["--model_name_or_path", str(self.run)]
                 left[name] = [*tool, *model, *words, *output_flag(name, self.output_of(name))]
         return left
@@ -216,11 +214,9 @@ class Experiment:
     def figure(self, measure: str) -> float | None:
         """The value of a measure, times `Measure.times`; nan if it is not a number, None until the row has finished.
         Raises `InputError` for a damaged record."""
-        kind = MEASURES[measure]
-        file = kind.beside or (measure if kind.tool else None)
-        value = self.record()
-        if file and value:
-            value = self.measured(file, kind.keys[0]) if self.output_of(file).is_file() else {}
+        kind, value = MEASURES[measure], self.record()
+        if kind.tool and value:
+            value = self.measured(kind.tool, kind.keys[0]) if self.output_of(kind.tool).is_file() else {}
         if not value:
             return None
         if kind.of == "fine-tuning":
@@ -361,17 +357,18 @@ def words_of(flags: dict[str, Any], where: str) -> list[str]:
 
 
 def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dict[str, list[str]]:
-    """The command-line arguments of each measure with a tool; a flag that is true is a switch."""
+    """The command-line arguments of each tool; a flag that is true is a switch."""
     words = {}
     for name, flags in measures.items():
         where, flags = f"{path}, measure {name!r}", flags or {}
         if name not in MEASURES:
             raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(name, MEASURES)}")
-        if (beside := MEASURES[name].beside) and beside not in measures:
-            raise InputError(f"{where} needs the measure {beside!r}: add it")
-        if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or not MEASURES[name].tool]:
+        tool = MEASURES[name].tool
+        if tool and tool not in measures:
+            raise InputError(f"{where} needs the measure {tool!r}: add it")
+        if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or tool != name]:
             raise InputError(f"{where}: flag {refused[0]} is the runner's, or the measure has no flags; remove it")
-        if MEASURES[name].tool:
+        if tool == name:
             switches = [f"--{flag}" for flag, value in flags.items() if value is True]
             others = {flag: value for flag, value in flags.items() if not isinstance(value, bool)}
             words[name] = [*words_of(others, where), *switches]
@@ -404,7 +401,7 @@ def output_flag(measure: str, path: Path) -> list[str]:
 
 def _parse_measure(measure: str, words: list[str]) -> None:
     """Check a measure's flags with its tool's parser. Raises `InputError`."""
-    tool = importlib.import_module(f"tools.{MEASURES[measure].tool}")
+    tool = importlib.import_module(f"tools.{measure}")
     tool.parse(["--model_name_or_path", "run", *words, *output_flag(measure, Path("run", f"{measure}.json"))])
 
 

@@ -41,7 +41,7 @@ def cells(listed: ExperimentList) -> dict[str, dict[str, Cell]]:
         for row in listed.rows:
             if (figure := row.figure(measure)) is not None:
                 scores[row.name][row.seed] = figure
-                counts[row.name] |= {row.measured(of.beside)[of.count]} if of.count else set()
+                counts[row.name] |= {row.measured(of.tool)[of.count]} if of.count else set()
         apart = {name for name in names if len(counts[name] | counts[names[0]]) > 1}
         found[measure] = _compared(scores, apart, listed, measure)
     return found
