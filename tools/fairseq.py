@@ -261,8 +261,11 @@ def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None)
             raise InputError(f"fairseq's RoBERTa has no module for {name}{hint}")
     weights[_TOKENS] = weights[_TOKENS][:vocab_size].clone()
     weights[_POSITIONS] += types[0]
-    if head:
-        weights |= empty_lm_head(weights[_TOKENS])
+    if head:  # fairseq loads no model without a masked-LM head; this one has equal logits for all tokens
+        hidden, zeros = model.config.hidden_size, torch.zeros
+        weights |= {_LM_DECODER: weights[_TOKENS], f"{_LM_HEAD}bias": zeros(vocab_size)}
+        weights |= {f"{_LM_HEAD}dense.weight": zeros(hidden, hidden), f"{_LM_HEAD}dense.bias": zeros(hidden)}
+        weights |= {f"{_LM_HEAD}layer_norm.weight": torch.ones(hidden), f"{_LM_HEAD}layer_norm.bias": zeros(hidden)}
     if head == "mnli":
         labels = {label.lower(): number for number, label in model.config.id2label.items()}
         if set(labels) != set(MNLI_LABELS):
@@ -286,20 +289,6 @@ def check_supported(model: PreTrainedModel, head: str | None) -> None:
     types = model.roberta.embeddings.token_type_embeddings.weight
     if not (types == types[0]).all():
         raise InputError(f"fairseq's RoBERTa has no token types, and the model has type_vocab_size={len(types)}")
-
-
-def empty_lm_head(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A masked-LM head with equal logits for all tokens, for a classifier: fairseq loads no model without a head.
-    `tokens` (vocab_size, hidden) is the embedding."""
-    vocab_size, hidden = tokens.shape
-    return {
-        _LM_DECODER: tokens,
-        f"{_LM_HEAD}bias": torch.zeros(vocab_size),
-        f"{_LM_HEAD}dense.weight": torch.zeros(hidden, hidden),
-        f"{_LM_HEAD}dense.bias": torch.zeros(hidden),
-        f"{_LM_HEAD}layer_norm.weight": torch.ones(hidden),
-        f"{_LM_HEAD}layer_norm.bias": torch.zeros(hidden),
-    }
 
 
 def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrainedTokenizerBase:
