@@ -8,7 +8,6 @@ Without a checkpoint: fresh weights of `presets/model/tiny.json`.
 """
 
 import argparse
-import functools
 import random
 import sys
 from pathlib import Path
@@ -56,20 +55,14 @@ def main() -> None:
     name = args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, 4096)
 
-    @functools.cache
-    def weights() -> tuple[transformers.RobertaConfig, dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        source = (
-            {"model_name_or_path": name} if name else {"config_name": str(ROOT / "presets" / "model" / "tiny.json")}
-        )
-        model = build_model(tokenizer, max_seq_length=64, **source)
-        return model.config, model.state_dict()
+    torch.manual_seed(0)
+    source = {"model_name_or_path": name} if name else {"config_name": str(ROOT / "presets" / "model" / "tiny.json")}
+    built = build_model(tokenizer, max_seq_length=64, **source)
 
     def model(way: str, attention: str) -> torch.nn.Module:
-        config, state = weights()
-        config._attn_implementation = attention
-        found = (transformers.RobertaForMaskedLM if way == "stock" else masked_lm_class(config))(config)
-        found.load_state_dict(state)
+        built.config._attn_implementation = attention
+        found = (transformers.RobertaForMaskedLM if way == "stock" else masked_lm_class(built.config))(built.config)
+        found.load_state_dict(built.state_dict())
         return found
 
     errors: dict[tuple[str, str, str], list[tuple[float, float]]] = {way: [] for way in WAYS}

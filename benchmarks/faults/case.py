@@ -173,7 +173,7 @@ class Case:
     def _due(self, start: Start, moment: dict, elapsed_s: float, seen_s: float | None) -> tuple[bool, float | None]:
         """(whether the fault is due, the time at which its trigger was seen)."""
         if "share" in moment:
-            if moment.get("announced") and not self._announced(start):
+            if moment.get("announced") and not announced(self.scenario, start):
                 return False, None
             begin_s = self.reference["announced_s"] if moment.get("announced") else 0
             share_s = self._share(moment["share"]) * (self.reference["duration_s"] - begin_s)
@@ -189,9 +189,6 @@ class Case:
     def _share(self, share: float) -> float:
         """The planned share of the run, adjusted after attempts that were too early or too late."""
         return self.earlier * (1 - self.later * (1 - share))
-
-    def _announced(self, start: Start) -> bool:
-        return announced(self.scenario, start)
 
     def _kill(self, start: Start, kill: dict) -> bool:
         """Send the signal; returns False if its target does not exist yet."""

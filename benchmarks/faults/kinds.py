@@ -185,14 +185,6 @@ def _values(hint: Any) -> list[str]:
     return [value for option in options for value in _values(option)] or ["something"]
 
 
-def _two(scenario: Scenario) -> bool:
-    return scenario.processes > 1
-
-
-def _caches(scenario: Scenario) -> bool:
-    return scenario.pretrains and "--token_cache" in scenario.argv
-
-
 def _resumes(scenario: Scenario) -> bool:
     """Whether a restart can resume; tokenizer training saves no partial state."""
     return scenario.name != "tokenizer"
@@ -206,7 +198,7 @@ _CUT = ("cut", "empty", "gone", "zeros")
 KINDS = {
     "control: no fault": Kind(lambda rng, scenario: {}, 2),
     "kill all": Kind(killed("all"), 12, launched=True),
-    "kill one rank": Kind(killed("rank"), 6, _two, launched=True),
+    "kill one rank": Kind(killed("rank"), 6, lambda scenario: scenario.processes > 1, launched=True),
     "kill a worker": Kind(killed("helper"), 6, lambda scenario: scenario.helpers, launched=True),
     "kill the launcher": Kind(killed("launcher"), 8, lambda scenario: bool(scenario.launcher), launched=True),
     "kill while writing": Kind(killed("all", writing), 8, launched=True),
@@ -224,7 +216,9 @@ KINDS = {
     "file size limit": Kind(full("file_share"), 5),
     "two starts": Kind(second_start(), 5, launched=True),
     "two starts, other seed": Kind(second_start(*OTHER_SEED), 4, lambda scenario: scenario.pretrains),
-    "two runs, one cache": Kind(second_start("--output_dir", "out/second"), 3, _caches),
+    "two runs, one cache": Kind(
+        second_start("--output_dir", "out/second"), 3, lambda s: s.pretrains and "--token_cache" in s.argv
+    ),
     "flag changed": Kind(flag_changed, 6, _trains),
     "free flag from the start": Kind(free_flag, 5, _trains),
 }
