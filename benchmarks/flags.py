@@ -10,7 +10,6 @@ scope.
 
 import argparse
 import dataclasses
-import hashlib
 import logging
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.settings import flags_of
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
+from roberta_recipe.training.checkpoint import hash_of
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 CLASSES = {  # script -> argument dataclasses
@@ -169,7 +169,7 @@ def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -
 
     def train_and_look(self, *args, **kwargs):
         output = train(self, *args, **kwargs)
-        found["weights"].append(weights_digest(self.model))
+        found["weights"].append(hash_of(self.model.state_dict()))
         return output
 
     def save_and_end(self, *args):
@@ -193,13 +193,6 @@ def outcome(module: ModuleType, argv: list[str], end_after: int | None = None) -
         Trainer.train, DurableTrainer._save_checkpoint = train, save
         logger.filters.clear()
     return found
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def forked(function, *args) -> Any:
