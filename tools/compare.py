@@ -109,19 +109,17 @@ def _different(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any
 def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, str, Any, Any]]] | None:
     """The first common step with a difference, and its differences (cause, key, value in a, in b) in causal order; None
     without a difference."""
-    logged = [sorted(step for step, entry in run.steps.items() if "loss" in entry) for run in (a, b)]
+    order, mean = [*CAUSES, "validation"], cause_of("loss")  # a mean over the steps since the previous line
     for step in sorted(a.steps.keys() & b.steps.keys()):
-        same_window = len({max((s for s in steps if s < step), default=0) for steps in logged}) == 1
-        entry_a, entry_b = a.steps[step], b.steps[step]
-        differences = []
-        for key in entry_a.keys() & entry_b.keys():
-            cause = cause_of(key)
-            is_mean = cause == cause_of("loss")  # over the steps since the previous line
-            if cause and entry_a[key] != entry_b[key] and (same_window or not is_mean):
-                differences.append((cause, key, entry_a[key], entry_b[key]))
-        if differences:
-            order = [*CAUSES, "validation"]
-            return step, sorted(differences, key=lambda difference: (order.index(difference[0]), difference[1]))
+        common = a.steps[step].keys() & b.steps[step].keys()
+        different = _different(*({key: run.steps[step][key] for key in common} for run in (a, b)))
+        found = [(cause, key, *both) for key, both in different.items() if (cause := cause_of(key))]
+        if any(cause == mean for cause, *_ in found):
+            before = [[at for at, entry in run.steps.items() if at < step and "loss" in entry] for run in (a, b)]
+            same_window = len({max(steps, default=0) for steps in before}) == 1
+            found = [of for of in found if same_window or of[0] != mean]
+        if found:
+            return step, sorted(found, key=lambda of: order.index(of[0]))
     return None
 
 
