@@ -399,18 +399,14 @@ def output_flag(measure: str, path: Path) -> list[str]:
     return ["--output_dir", str(path.parent)] if measure == "blimp" else ["--output", str(path)]
 
 
-def _parse_measure(measure: str, words: list[str]) -> None:
-    """Check a measure's flags with its tool's parser. Raises `InputError`."""
-    tool = importlib.import_module(f"tools.{measure}")
-    tool.parse(["--model_name_or_path", "run", *words, *output_flag(measure, Path("run", f"{measure}.json"))])
-
-
 def _resolve_all(
     variants: list[Variant], measures: dict[str, Any], tools: dict[str, list[str]], path: str
 ) -> list[tuple[dict[str, Any], str]]:
-    """`_resolve` for all variants, after a check of the measures' flags."""
+    """`_resolve` for all variants, after a check of the measures' flags by their tools' parsers."""
     for name, words in tools.items():
-        named(f"{path}, measure {name!r}", _parse_measure, name, words)
+        tool = importlib.import_module(f"tools.{name}")
+        argv = ["--model_name_or_path", "run", *words, *output_flag(name, Path("run", f"{name}.json"))]
+        named(f"{path}, measure {name!r}", tool.parse, argv)
     resolved = []
     for variant in variants:
         where = f"{path}, row {variant.name!r}"
