@@ -65,6 +65,5 @@ def _measurement_facts(row: Experiment, measure: str) -> dict[str, Any]:
     else:
         values = row.measured(measure) if record and row.output_of(measure).is_file() else {}
     known = {name: values[name] for name in _TEXT_KEYS[measure] if name in values}
-    return {
-        name: round(of, 9) if isinstance(of, float) else of for name, of in known.items()
-    }  # rounding differs between CPUs
+    # rounding differs between CPUs
+    return {name: round(of, 9) if isinstance(of, float) else of for name, of in known.items()}

@@ -381,8 +381,7 @@ def _row(
     folder = folder / variant.name / f"seed-{seed}"
     flags = [word.replace(SEED, str(seed)) for word in words_of(variant.flags, variant.name)]
     launcher = [str(ROOT / "tools" / "launch.py")] if torch.cuda.device_count() > 1 else []  # on all GPUs
-    command = [sys.executable, *launcher, str(resolve_path(variant.script))]
-    command += [*variant.preset, *flags]
+    command = [sys.executable, *launcher, str(resolve_path(variant.script)), *variant.preset, *flags]
     command += [f"--{seed_flag}", str(seed), "--output_dir", str(folder / "run")]
     return Experiment(variant.name, seed, folder, command, tools, values)
 

@@ -197,12 +197,8 @@ def costs(listed: ExperimentList, hardware: str) -> list[str]:
     """Lines with time and cost of each variant, and of all, on `hardware` (`tools/estimate.py`)."""
     costs_by_name, days, dollars = [], 0.0, 0.0
     for variant in listed.variants:
-        flags = words_of(variant.flags, variant.name)
-        cost = lists.named(
-            f"{listed.path}, row {variant.name!r}",
-            estimate.read_estimate,
-            [*variant.preset, *flags, "--hardware", hardware],
-        )
+        argv = [*variant.preset, *words_of(variant.flags, variant.name), "--hardware", hardware]
+        cost = lists.named(f"{listed.path}, row {variant.name!r}", estimate.read_estimate, argv)
         fits = "" if cost.fits else ", and does not fit into memory"
         costs_by_name.append(f"{variant.name}: {duration(86_400 * cost.days)}, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost
