@@ -22,6 +22,17 @@ MODEL_ARGUMENT = "model_name_or_path"
 _OFFSET = ("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "xmod")  # positions as RoBERTa's
 
 
+@contextlib.contextmanager
+def _explained(what: str, fix: str = "") -> Iterator[None]:
+    """Context that re-raises what transformers raises (for a malformed file: anything) as `InputError`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {type(error).__name__}: {first_line(error)}{fix}") from error
+
+
 def check(name: str) -> None:
     """Raise `InputError` if a checkpoint's files differ from its manifest. Tokenizer files are checked by
     `load_tokenizer`, as another tokenizer may be used."""
@@ -36,10 +47,8 @@ def check(name: str) -> None:
 
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config, updated with `settings`. Raises `InputError`."""
-    try:
+    with _explained(f"no model config at {argument}={name!r}, a folder or a Hub id"):
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
-    except Exception as error:  # a malformed file raises anything
-        raise InputError(f"no model config at {argument}={name!r}, a folder or a Hub id: {_reason(error)}") from error
 
 
 def overridden(overrides: str | None) -> set[str]:
@@ -54,13 +63,9 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
         derived = {"model_type", "num_hidden_groups"} if hasattr(config, albert.SHARED) else {"model_type"}
         for key in derived & overridden(overrides):
             raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
-        try:
+        fix = "; write key=value,key=value, with keys of the config"
+        with _explained(f"config_overrides={overrides!r} does not fit {name!r}", fix):
             config.update_from_string(overrides.replace(" ", ""))
-        except Exception as error:  # each config has its own checks
-            raise InputError(
-                f"config_overrides={overrides!r} does not fit {name!r}: {_reason(error)}; write key=value,key=value, "
-                "with keys of the config"
-            ) from error
     albert.set_groups(config, f"config_name={name!r}")
     return config
 
@@ -142,18 +147,15 @@ def load(
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on missing weights
     try:
-        model, info = cls.from_pretrained(
-            path_or_hub_id(name),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,  # a pickle can run code
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except InputError:
-        raise
-    except Exception as error:  # a malformed file raises anything
-        raise InputError(f"no weights to load at {where}: {_reason(error)}") from error
+        with _explained(f"no weights to load at {where}"):
+            model, info = cls.from_pretrained(
+                path_or_hub_id(name),
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,  # a pickle can run code
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_names(model, info, where, fresh_head, advice)
@@ -164,14 +166,8 @@ def load(
 
 def fresh(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
     """A float32 model of the class or Auto class `cls` with fresh weights. Raises `InputError`."""
-    try:
+    with _explained(f"a {config.model_type!r} model with these values cannot be built"):
         return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
-    except InputError:
-        raise
-    except Exception as error:  # each model has its own checks
-        raise InputError(
-            f"a {config.model_type!r} model with these values cannot be built: {_reason(error)}"
-        ) from error
 
 
 def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh_head: bool, advice: str) -> None:
@@ -194,10 +190,6 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh
 
 def _is_pooler(key: str, body: str) -> bool:
     return key.startswith(body) and "pooler" in key
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def content_hash(name: str) -> str:
