@@ -27,13 +27,13 @@ from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding,
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import counted, listed, logger, set_up_logging
-from roberta_recipe.model import masked_lm
+from roberta_recipe.model import masked_lm, weights
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.settings import setting, value_of
 from roberta_recipe.tasks import protocol, squad, squad_files, squad_scores, summaries
-from roberta_recipe.tasks.answerability import AutoModelWithAnswerability
+from roberta_recipe.tasks.answerability import joint_class
 from roberta_recipe.training import processes
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 
@@ -189,7 +189,9 @@ def drop_misplaced(
 
 def build_model(args: SquadArguments) -> torch.nn.Module:
     """The checkpoint with a span head and, for 2.0, the paper's classifier."""
-    cls = AutoModelWithAnswerability if uses_classifier(args) else AutoModelForQuestionAnswering
+    cls = AutoModelForQuestionAnswering
+    if uses_classifier(args):
+        cls = joint_class(weights.read_config(args.model_name_or_path))
     labels = ("LABEL_0", "LABEL_1")  # transformers' names of the begin and the end
     return load_with_head(cls, args.model_name_or_path, args.head_dropout, args.random_weights, labels)
 

@@ -266,7 +266,8 @@ def test_the_card_names_the_data_and_publishes_scores_only():
 
 
 def test_the_joint_model_saves_a_stock_checkpoint_and_loads_itself(config, tmp_path):
-    model = answerability.AutoModelWithAnswerability.from_config(RobertaConfig(**config.to_dict())).eval()
+    config = RobertaConfig(**config.to_dict())
+    model = answerability.joint_class(config)(config).eval()
     model.save_pretrained(tmp_path)
     stock, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and set(info["unexpected_keys"]) == CLASSIFIER
@@ -439,7 +440,7 @@ def test_models_and_tokenizers_whose_first_token_cannot_stand_for_no_answer(toke
         with pytest.raises(
             InputError, match=f"which attends to no other in a '{config.model_type}' model: --no_answer null_score"
         ):
-            answerability.AutoModelWithAnswerability.from_config(config)
+            answerability.joint_class(config)
     bare = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), pad_token="<pad>")
     bare.backend_tokenizer.post_processor = processors.Sequence([])
     question = squad.SquadExample("q", "Where?", "Paris is far.", [])

@@ -4,7 +4,6 @@ The model is the stock question-answering class with one more module, `answerabi
 weights in a checkpoint.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -51,34 +50,18 @@ class WithAnswerability:
         return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1]))
 
 
-@functools.cache
-def joint_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`stock` with the classifier, under the same name: config.json names it as the architecture."""
-    return type(stock.__name__, (WithAnswerability, stock), {})
-
-
-class AutoModelWithAnswerability:
-    """`AutoModelForQuestionAnswering` with the classifier."""
-
-    @staticmethod
-    def from_config(config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
-        return joint_class(_stock_class(config))._from_config(config, **kwargs)
-
-    @staticmethod
-    def from_pretrained(name: str, *, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
-        return joint_class(_stock_class(config)).from_pretrained(name, config=config, **kwargs)
-
-
-def _stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The question-answering class of a config. Raises `ValueError` if transformers has none, and `InputError` for a
-    decoder: its first token does not attend to the others."""
-    if type(config) not in auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING:
-        raise ValueError(f"transformers has no question-answering head for a {config.model_type!r} model")
+def joint_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The stock question-answering class of a config with the classifier, under the same name: config.json names it as
+    the architecture. Raises `InputError` if there is none, and for a decoder: its first token does not attend to the
+    others."""
     kind = type(config)
+    if kind not in auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING:
+        raise InputError(f"transformers has no question-answering head for a {config.model_type!r} model")
     is_decoder = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING
     if config.is_encoder_decoder or is_decoder:
         raise InputError(
             f"no_answer=classifier reads the first token, which attends to no other in a {config.model_type!r} model: "
             "--no_answer null_score"
         )
-    return auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING[type(config)]
+    stock = auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING[kind]
+    return type(stock.__name__, (WithAnswerability, stock), {})
