@@ -178,7 +178,7 @@ def job_of(
     rows = {split: [[sentence.words, sentence.tags] for sentence in made.sentences] for split, made in windows.items()}
     test_hash, gold = durable.fingerprint(rows.pop("test", None)), [tags for _, tags in rows["validation"]]
     ((majority, _),) = Counter(chain(*gold)).most_common(1)
-    tests = [split for split in windows if split == "test"]
+    tests = {split: made.sentences for split, made in windows.items() if split == "test"}
     name = Path(args.train_file).name if args.train_file else args.dataset_name
     metrics = ("f1", "precision", "recall", "accuracy") if scheme else ("accuracy",)
     return protocol.Job(
@@ -194,8 +194,7 @@ def job_of(
         build_model=lambda: build_model(args, names),
         features={split: made.features for split, made in windows.items()},
         validation=["validation"],
-        tests=tests,
-        labelled_tests={name: len(windows[name].sentences) for name in tests if windows[name].sentences[0].tags},
+        tests={split: len(sentences) if sentences[0].tags else 0 for split, sentences in tests.items()},
         collator=DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=tag_loss,
         measure=lambda split, scores, _: measure(windows[split], scores, scheme),

@@ -236,7 +236,7 @@ def test_the_last_weights_stay(tmp_path, caplog):
     (weights.parent / finetune_trainer.SCORES).write_bytes(b"")
     durable.seal(weights.parent)
     records = [{"metrics": {"accuracy": score}, "degenerate": False} for score in (0.9, 0.8)]
-    job = types.SimpleNamespace(metric="accuracy", about=lambda *_: {}, labelled_tests={})
+    job = types.SimpleNamespace(metric="accuracy", about=lambda *_: {}, tests={})
     args = types.SimpleNamespace(keep="best"), types.SimpleNamespace(do_predict=False, process_index=0)
     protocol.finish(args, {}, runs, records, job)
     assert weights.is_file() and f"{first.output_dir} has none any more" in caplog.text

@@ -77,7 +77,7 @@ def test_rank_0_alone_reads_the_scores_that_it_deletes(monkeypatch):
     """Another rank would find a manifest without the files that rank 0 has deleted."""
     monkeypatch.setattr(summaries, "summarise", lambda *_: {"settings": [{"best_run": "run"}], "picked": 0})
     monkeypatch.setattr(summaries, "summarise_tests", lambda *_: pytest.fail("rank 1 reads"))
-    job = SimpleNamespace(metric="accuracy", about=lambda *_: {}, labelled_tests={"test": 3})
+    job = SimpleNamespace(metric="accuracy", about=lambda *_: {}, tests={"test": 3})
     args = SimpleNamespace(keep="best"), SimpleNamespace(do_predict=True, process_index=1)
     assert protocol.finish(args, {}, [], [], job)["settings"] == [{"best_run": "run"}]
 

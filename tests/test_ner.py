@@ -79,7 +79,7 @@ def test_predictions_have_tabs_where_a_tag_has_a_blank(tmp_path, monkeypatch):
     sentence, tags = ner.Sentence(("Ann", "Ott"), ("O", "B-last name")), [["O", "O"]]
     windows = {"validation": SimpleNamespace(sentences=[sentence], tags=lambda scores: tags)}
     monkeypatch.setattr(finetune_ner, "validation_scores", lambda folder: None)
-    finetune_ner.write_predictions(SimpleNamespace(output_dir=tmp_path), SimpleNamespace(tests=[]), windows)
+    finetune_ner.write_predictions(SimpleNamespace(output_dir=tmp_path), SimpleNamespace(tests={}), windows)
     assert (tmp_path / "validation_predictions.conll").read_text() == "Ann\tO\tO\nOtt\tB-last name\tO\n"
 
 

@@ -44,8 +44,7 @@ class Job:
     build_model: Callable[[], torch.nn.Module]
     features: dict[str, list[dict]]  # by split: "train", those of `validation` and `tests`
     validation: list[str]  # validation splits; the first selects the best epoch
-    tests: list[str]  # test splits; their scores are stored (`summaries.TEST_SCORES`)
-    labelled_tests: dict[str, int]  # examples of test splits with labels; their metrics are in the summary
+    tests: dict[str, int]  # labelled examples by test split, 0 if hidden; all scores are stored (`TEST_SCORES`)
     collator: Callable[[list[dict]], dict[str, torch.Tensor]]
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     measure: Callable[[str, np.ndarray, np.ndarray], dict[str, float]]  # metrics of (split, scores, validation scores)
@@ -320,11 +319,10 @@ def finish(
     summary: records.Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
     picked = records.picked_setting(summary)
     if training_args.process_index == 0:
-        if training_args.do_predict and job.labelled_tests:
+        labelled = {split: count for split, count in job.tests.items() if count}
+        if training_args.do_predict and labelled:
             chosen = summaries.of_setting(runs, picked)
-            summary["tests"] = summaries.summarise_tests(
-                chosen, job.test_hash, job.labelled_tests, job.measure, job.metric
-            )
+            summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, labelled, job.measure, job.metric)
         best = Path(picked["best_run"])
         if args.keep == "best" and not (best / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file():
             logger.warning(f"Weights     {best} has none any more: move it away to train it again")
