@@ -533,7 +533,9 @@ def write_submission(
         scores = mean_over_runs(form, [of_run[split] for of_run in tests])
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
-        glue.write_predictions(path, glue.answers(of_task, predictions))
+        path.parent.mkdir(exist_ok=True)
+        rows = (f"{number}\t{answer}\n" for number, answer in enumerate(glue.answers(of_task, predictions)))
+        durable.write_text(path, "index\tprediction\n" + "".join(rows))
         print(f"submission  {path}: {counted(len(predictions), 'row')} from {counted(len(chosen), 'run')}")
 
 

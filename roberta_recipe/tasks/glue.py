@@ -227,13 +227,6 @@ def _normalised(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(" ".join(text.casefold().split()) for text in texts)
 
 
-def write_predictions(path: Path, predictions: list[str]) -> None:
-    """Write a submission file: `index` and `prediction`, in test-set order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = (f"{number}\t{prediction}\n" for number, prediction in enumerate(predictions))
-    path.write_text("index\tprediction\n" + "".join(rows), encoding="utf-8")
-
-
 def submission_labels(task: Task) -> tuple[str, ...]:
     """Labels by class number in the submission format; empty for regression."""
     return task.labels if task.words else tuple(str(number) for number in range(len(task.labels)))
