@@ -116,9 +116,8 @@ def main(argv: list[str] | None = None) -> Summary:
     folder = Path(training_args.output_dir, glue.SWEEP_FOLDER if args.sweep else "")
     grid = (SWEEP_RATES, SWEEP_BATCHES, args.seeds, folder)
     runs = summaries.runs_of(*grid) if args.sweep else protocol.preset_runs(args, training_args)
-    after_run = publisher.push_run if publisher else None
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, preset, sweep_flags)
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, preset, sweep_flags)
 
     # 5. Median and spread over seeds, beside the paper's if it has the task.
     summary = protocol.finish((args, training_args), resolved, runs, records, job)

@@ -77,8 +77,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, windows, names, scheme, tokenizer, found, note)
     runs = protocol.preset_runs(args, training_args)
-    after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, DEFAULT)
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, DEFAULT)
 
     # 5. Median and spread over seeds, beside the paper's if it has the task.
     folder = Path(training_args.output_dir)

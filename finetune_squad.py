@@ -94,8 +94,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 4. A run for each seed; finished runs are read from disk.
     job = job_of(args, data, windows, tokenizer, found)
     runs = protocol.preset_runs(args, training_args)
-    after_run = publisher.push_run if publisher else None
-    records = protocol.run_all(argv, runs, job, read_arguments, after_run, default_preset(argv))
+    records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, default_preset(argv))
 
     # 5. Median and spread over seeds, beside the paper's if it has the task.
     folder = Path(training_args.output_dir)
