@@ -47,12 +47,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--methods", nargs="+", choices=pseudo_likelihood.METHODS, default=list(pseudo_likelihood.METHODS),
         help="each token masked alone (pll), or with the later tokens of its word (within_word)",
     )  # fmt: skip
-    parser.add_argument(
-        "--random_seeds",
-        type=int,
-        default=1,
-        help="number of controls with random weights; each takes as long as the model",
-    )
+    more = "number of controls with random weights; each takes as long as the model"
+    parser.add_argument("--random_seeds", type=int, default=1, help=more)
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16; changes scores by some 0.01 nats")
     parser.add_argument("--output_dir", help="folder for blimp.json and blimp.png")
     values = vars(parser.parse_args(argv))
@@ -106,15 +102,15 @@ def by_phenomenon(record: records.BlimpRecord) -> list[tuple[str, ...]]:
     rows = []
     for name in next(iter(record["scores"].values()))["by_phenomenon"]:
         own = [records.percent(scores["by_phenomenon"][name]) for scores in record["scores"].values()]
-        control = [records.percent(_mean(record["random_weights"], method, name)) for method in record["scores"]]
-        rows.append((name, *own, *(control if record["random_weights"] else [])))
+        methods = record["scores"] if record["random_weights"] else ()
+        control = [records.percent(_mean(record["random_weights"], method, name)) for method in methods]
+        rows.append((name, *own, *control))
     return rows
 
 
-def _mean(controls: list, method: str, phenomenon: str) -> float | None:
-    """The controls' mean score on a phenomenon, None without a control."""
-    scores = [control[method]["by_phenomenon"][phenomenon] for control in controls]
-    return statistics.fmean(scores) if scores else None
+def _mean(controls: list, method: str, phenomenon: str) -> float:
+    """The controls' mean score on a phenomenon."""
+    return statistics.fmean(control[method]["by_phenomenon"][phenomenon] for control in controls)
 
 
 def plot(record: records.BlimpRecord, path: Path) -> None:
@@ -153,13 +149,13 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
     check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
-    name, config = args.model_name_or_path, model.config
+    name = args.model_name_or_path
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}" + f", partial: {pairs.partial}" * bool(pairs.partial))
     own, controls = score_model(model, tokenizer, pairs, args.methods, args.bf16), []
     for seed in range(1, args.random_seeds + 1):
         logger.info(f"Control     random weights, seed {seed}")
         set_seed(seed)
-        control = log_probabilities.on_device(weights.fresh(AutoModelForMaskedLM, config))
+        control = weights.fresh(AutoModelForMaskedLM, model.config).to(model.device).eval()
         controls.append(score_model(control, tokenizer, pairs, args.methods, args.bf16))
     record: records.BlimpRecord = {
         "model": resolve_path(name).resolve().name if resolve_path(name).is_dir() else name,
@@ -179,9 +175,8 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     }
     records.write_record(record, args.output_dir / records.BLIMP_NAME)
     plot(record, args.output_dir / CHART_NAME)
-    print(
-        f"{report(record)}\n\n{duration(record['wall_clock_s'])}; {args.output_dir / records.BLIMP_NAME}, {CHART_NAME}"
-    )
+    print(report(record))
+    print(f"\n{duration(record['wall_clock_s'])}; {args.output_dir / records.BLIMP_NAME}, {CHART_NAME}")
     return record
 
 

@@ -12,7 +12,8 @@ from roberta_recipe.model import weights
 
 
 def load_masked_lm(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A masked LM of any family, on the device, and its tokenizer. Raises `InputError` for a mismatch of the two."""
+    """A masked LM of any family, on the device, in evaluation mode, and its tokenizer. Raises `InputError` for a
+    mismatch of the two."""
     tokenizer = tokenization.load_tokenizer(tokenizer_name or name, needed=("pad_token", "mask_token"))
     model, _ = weights.load(AutoModelForMaskedLM, name, config=weights.read_config(name))
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -20,12 +21,7 @@ def load_masked_lm(name: str, tokenizer_name: str | None = None) -> tuple[PreTra
             f"the tokenizer {tokenizer.name_or_path!r} has {len(tokenizer):,} entries, more than the embedding of "
             f"{name!r}; name the model's own tokenizer"
         )
-    return on_device(model), tokenizer
-
-
-def on_device(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` on the device, in evaluation mode."""
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 @torch.no_grad()
