@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -101,13 +102,9 @@ def noun_phrases(text: str, parse: Any, query: str) -> list[str]:
     that contain the query or are contained in it, ignoring case. A phrase that occurs twice is two candidates.
     """
     tokens = list(parse)
+    runs = [(tag, list(run)) for tag, run in groupby(range(len(tokens)), lambda number: tokens[number].pos_)]
     spans = {(chunk.start, chunk.end) for chunk in parse.noun_chunks}
-    start = 0
-    for end in range(1, len(tokens) + 1):
-        if end == len(tokens) or tokens[end].pos_ != tokens[start].pos_:
-            if tokens[start].pos_ in ("NOUN", "PROPN"):
-                spans.add((start, end))
-            start = end
+    spans |= {(run[0], run[-1] + 1) for tag, run in runs if tag in ("NOUN", "PROPN")}
     phrases, low = [], query.lower()
     for first, end in sorted(spans):
         phrase = text[tokens[first].idx : tokens[end - 1].idx + len(tokens[end - 1].text)]
@@ -216,20 +213,16 @@ def phrase_log_probs(
 
 
 def wsc_loss(
-    query_score: torch.Tensor,
-    candidate_scores: torch.Tensor,
-    form: Literal["margin", "cross_entropy"] = "cross_entropy",
-    alpha: float = 5.0,
-    beta: float = 0.4,
+    query_score: torch.Tensor, candidate_scores: torch.Tensor, form: Literal["margin", "cross_entropy"]
 ) -> torch.Tensor:
     """A schema's loss from the scores of the query () and of the other candidates (candidates,).
 
-    "margin": the sum over candidates of -query + alpha x max(0, candidate - query + beta), as in the paper (fairseq's
-    default alpha and beta are 1 and 0; its WinoGrande command has 5 and 0.4). "cross_entropy": of the query among all
-    phrases, fairseq's default (92.3 against about 90 on SuperGLUE's validation set).
+    "margin": the sum over candidates of -query + 5 x max(0, candidate - query + 0.4), as in the paper (5 and 0.4 are
+    from fairseq's WinoGrande command; its defaults are 1 and 0). "cross_entropy": of the query among all phrases,
+    fairseq's default (92.3 against about 90 on SuperGLUE's validation set).
     """
     if form == "margin":
-        return (-query_score + alpha * (candidate_scores - query_score + beta).clamp(min=0)).sum()
+        return (-query_score + 5.0 * (candidate_scores - query_score + 0.4).clamp(min=0)).sum()
     return torch.logsumexp(torch.cat([query_score.view(1), candidate_scores]), dim=0) - query_score
 
 
@@ -239,13 +232,15 @@ def margin(query_score: torch.Tensor, candidate_scores: torch.Tensor) -> torch.T
     return query_score - torch.cat([query_score.new_tensor([-torch.inf]), candidate_scores]).max()
 
 
-def run_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor], **loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the positive schemas' losses, margins (schemas,)) of a `WscCollator` batch; `loss`: of `wsc_loss`."""
+def run_batch(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], form: str = "cross_entropy"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the positive schemas' losses, margins (schemas,)) of a `WscCollator` batch; `form`: of `wsc_loss`."""
     scores = phrase_log_probs(model, batch["input_ids"], batch["attention_mask"], batch["targets"])
     groups = scores.split(batch["group_sizes"].tolist())
     total = 0.0 * scores.sum()  # has a gradient without a positive schema too
     for group, label in zip(groups, batch["labels"].tolist(), strict=True):
         if label == 1:
-            total = total + wsc_loss(group[0], group[1:], **loss)
+            total = total + wsc_loss(group[0], group[1:], form)
     margins = torch.stack([margin(group[0], group[1:]) for group in groups])
     return total, margins.clamp(max=-HIDDEN_LOGIT)  # finite: non-finite scores are refused as divergence
