@@ -49,11 +49,10 @@ def of_setting(runs: list[Run], row: records.SettingScores) -> list[Run]:
 
 def summarise(runs: list[Run], results: list[records.FinetuneRecord], metric: str) -> dict[str, Any]:
     """Scores of a `Summary`: median and spread of `metric` over seeds by setting; the setting of the best median."""
-    by_setting: dict[tuple[float, int], dict[Run, records.FinetuneRecord]] = {}
-    for run, record in zip(runs, results, strict=True):
-        by_setting.setdefault(run.setting, {})[run] = record
     rows: list[records.SettingScores] = []
-    for (rate, size), scored in by_setting.items():
+    pairs = zip(runs, results, strict=True)  # the seeds of a setting are neighbours
+    for (rate, size), group in itertools.groupby(pairs, lambda pair: pair[0].setting):
+        scored = dict(group)
         scores = over_seeds({run.seed: record["metrics"] for run, record in scored.items()}, metric)
         rows.append(
             {
@@ -140,9 +139,8 @@ def write_answers(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def write_test_scores(folder: Path, test_hash: str, scores: dict[str, np.ndarray]) -> None:
     """Store a run's test scores by split, and the hash of the test set."""
-    temporary = folder / f"unfinished_{TEST_SCORES}"
-    np.savez(temporary, rows=test_hash, **scores)
-    temporary.replace(folder / TEST_SCORES)
+    with durable.atomic_write(folder / TEST_SCORES) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, rows=test_hash, **scores)
 
 
 def read_test_scores(run: Run, test_hash: str) -> dict[str, np.ndarray] | None:
