@@ -11,7 +11,6 @@ from roberta_recipe.model.architectures import MULTI_SEQUENCE_MODELS
 from roberta_recipe.model.cpu_kernels import BLOCKWISE, blockwise_attention
 from roberta_recipe.model.varlen import VARLEN, varlen_attention
 
-CUDNN_DISABLED = "cuDNN attention disabled (NaN gradients on Hopper, pytorch #196678)"
 TAKES_4D_MASK = ("sdpa", "eager", BLOCKWISE)  # these take a mask (seq_len, seq_len)
 
 
@@ -86,7 +85,7 @@ def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
     # #196678, torch 2.11 to 2.13)
     if args.device.type == "cuda" and torch.cuda.get_device_capability(args.device)[0] == 9:
         torch.backends.cuda.enable_cudnn_sdp(False)
-        disabled = f"; {CUDNN_DISABLED}"
+        disabled = "; cuDNN attention disabled (NaN gradients on Hopper, pytorch #196678)"
     logger.info(f"Attention   {name}, in {precision(args)}{disabled}")
 
 

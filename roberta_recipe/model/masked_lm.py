@@ -188,8 +188,7 @@ def build_model(
         stock = architectures.stock_class(config, source)
         albert.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
     cls = masked_lm_class(config, source, objectives)
-    entries = len(tokenizer)
-    multiple = pad_vocab_to_multiple_of or 1
+    entries, multiple = len(tokenizer), pad_vocab_to_multiple_of or 1
     padded = math.ceil(entries / multiple) * multiple
     for name, value in {"vocab_size": entries, "pad_token_id": tokenizer.pad_token_id}.items():
         if not model_name_or_path and name not in weights.overridden(config_overrides):

@@ -50,7 +50,7 @@ def dataset_card(version: str, questions: int, with_classifier: bool = False) ->
     """The model card's dataset entry of version "1.1" or "2.0", for this number of validation `questions`; only
     SQuAD's own number gives the name SQuAD."""
     is_own = questions != _QUESTIONS[version]
-    card: DatasetCard = {
+    return {
         "name": f"squad {version} ({counted(questions, 'question')})" if is_own else f"SQuAD {version}",
         "hub_id": None if is_own else HUB_DATASETS[version == "2.0"],
         "hub_config": None,
@@ -58,8 +58,8 @@ def dataset_card(version: str, questions: int, with_classifier: bool = False) ->
         "task_type": "question-answering",
         "hub_metrics": {metric: metric for metric in _PUBLISHED[version]},
         "note": "",
+        **({"loading_note": _LOADING_NOTE} if with_classifier else {}),
     }
-    return {**card, "loading_note": _LOADING_NOTE} if with_classifier else card
 
 
 def read_hub(split: str, version_2: bool) -> list[SquadExample]:
