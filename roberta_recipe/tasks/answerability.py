@@ -4,6 +4,7 @@ The model is the stock question-answering class with one more module, `answerabi
 weights in a checkpoint.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -21,33 +22,22 @@ class JointOutput(QuestionAnsweringModelOutput):
     answerable: torch.Tensor | None = None  # (batch,)
 
 
-class Answerability(torch.nn.Module):
-    """(batch, seq_len, hidden) -> (batch,) logit that the question is answerable: RoBERTa's classification head with
-    one output, on the first token."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = torch.nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
-        self.out_proj = torch.nn.Linear(config.hidden_size, 1)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.dense(self.dropout(hidden[:, 0])))
-        return self.out_proj(self.dropout(hidden)).squeeze(-1)
-
-
 class WithAnswerability:
-    """Mixin that adds the classifier to a stock question-answering class (`joint_class`)."""
+    """Mixin that adds the classifier to a stock question-answering class (`joint_class`): RoBERTa's classification head
+    with one output, the logit that the question is answerable."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.answerability = Answerability(config)
+        size, dropout = config.hidden_size, torch.nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
+        dense, out_proj = torch.nn.Linear(size, size), torch.nn.Linear(size, 1)
+        layers = OrderedDict(before=dropout, dense=dense, tanh=torch.nn.Tanh(), dropout=dropout, out_proj=out_proj)
+        self.answerability = torch.nn.Sequential(layers)
         self.post_init()
 
     def forward(self, *args, **kwargs) -> JointOutput:
         """The stock output and `answerable` (batch,)."""
         output = super().forward(*args, **{**kwargs, "output_hidden_states": True})
-        return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1]))
+        return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1][:, 0])[:, 0])
 
 
 def joint_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
