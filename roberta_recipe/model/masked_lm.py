@@ -151,8 +151,7 @@ def separate_sequences(
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     if attention_mask is not None:
         same &= attention_mask[:, None, None, :].bool()
-    begins = torch.ones_like(sequence, dtype=torch.bool)
-    begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
+    begins = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True)
     return _additive(same, added), positions_within(begins, first_position)
 
 

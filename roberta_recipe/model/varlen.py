@@ -30,10 +30,8 @@ def unpad(
 ) -> Unpadded:
     """Unpad a batch with `attention_mask` (batch, seq_len). A sequence is a row or, with `sequence` (batch, seq_len),
     the tokens of a row with the same number. Synchronizes for the number of sequences and, with a mask, of tokens."""
-    begins = torch.zeros_like(input_ids, dtype=torch.bool)
-    begins[:, 0] = True
-    if sequence is not None:
-        begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
+    sequence = torch.zeros_like(input_ids) if sequence is None else sequence
+    begins = nn.functional.pad(sequence.diff() != 0, (1, 0), value=True)
     flat = torch.arange(input_ids.numel(), device=input_ids.device)
     if attention_mask is not None:
         flat = attention_mask.flatten().nonzero()[:, 0]
