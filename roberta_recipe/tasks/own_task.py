@@ -130,12 +130,9 @@ def _of_hub(args: OwnFileArguments, splits: Sequence[str]) -> dict[str, tuple[st
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
         raise InputError(f"dataset_name={args.dataset_name} has no split train, but {', '.join(dataset)}")
-    tables = {}
-    for split in splits:
-        if split in dataset:
-            rows = _name_classes(dataset[split].to_list(), dataset[split].features.to_dict())
-            tables[split] = f"{args.dataset_name}, {split}", rows
-    return tables
+    found = {split: dataset[split] for split in splits if split in dataset}
+    rows = {split: _name_classes(table.to_list(), table.features.to_dict()) for split, table in found.items()}
+    return {split: (f"{args.dataset_name}, {split}", of_split) for split, of_split in rows.items()}
 
 
 def _name_classes(rows: Rows, features: dict[str, Any]) -> Rows:
