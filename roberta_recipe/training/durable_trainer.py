@@ -104,7 +104,6 @@ class DurableTrainer(Trainer):
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.label_columns, self.save_total_limit = fingerprint, label_columns, args.save_total_limit
-        self.unsaved_prefixes: tuple[str, ...] = ()  # name prefixes of weights that are not saved
         # (objectives,): this process's losses of the current step, and of the `_steps` since the last log line
         self._step_losses, self._losses = torch.zeros(2, len(label_columns), device=self.args.device)
         self._steps = 0
@@ -316,23 +315,23 @@ class DurableTrainer(Trainer):
             checkpoint.rotate(self.args.output_dir, self.save_total_limit, self.state.global_step)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Write the finished model atomically; `_internal_call`: from `_save_checkpoint`."""
+        """Write the finished model atomically, without heads of objectives; `_internal_call`: by `_save_checkpoint`."""
         folder = Path(output_dir or self.args.output_dir)
         if _internal_call:
             self.write_model(folder)
             return
         temporary = durable.temporary_path(folder / "model")
         with self.writing(temporary, "the model"):
-            self.write_model(temporary)
+            self.write_model(temporary, without=getattr(self.model, "heads_of_objectives", ()))
             if self.args.should_save:
                 durable.move_files_into_place(temporary, folder)
 
-    def write_model(self, folder: Path) -> None:
-        """Write weights (fp32), config and tokenizer into a new folder. Call it on all ranks."""
+    def write_model(self, folder: Path, without: tuple[str, ...] = ()) -> None:
+        """Write weights (fp32, except the prefixes `without`), config and tokenizer into a new folder, on all ranks."""
         state = self._master_weights() if self.is_deepspeed_enabled else self.model.state_dict()
         if not self.args.should_save:
             return
-        state = {name: weight for name, weight in state.items() if not name.startswith(self.unsaved_prefixes)}
+        state = {name: weight for name, weight in state.items() if not name.startswith(without)}
         self.model.save_pretrained(folder, state_dict=state)
         if self.is_deepspeed_enabled:
             self.model.config.dtype = "float32"  # of the file; `save_pretrained` wrote the dtype in memory

@@ -151,13 +151,10 @@ class MlmTrainer(DurableTrainer):
     # Training
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """The finished model is saved as the stock class, without the heads of other objectives. Raises `RunError` if a
-        text file has changed since the start."""
+        """Raises `RunError` if a text file has changed since the start."""
         if self.text_reader:  # a token cache checks its chunks when they are read
             check_unchanged(self.text_reader.corpus)
-        self.unsaved_prefixes = () if _internal_call else self.model.heads_of_objectives
         super().save_model(output_dir, _internal_call)
-        self.unsaved_prefixes = ()
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
