@@ -54,8 +54,6 @@ class LogFile(TrainerCallback):
         if control.should_save or state.global_step >= state.max_steps:
             control.should_log = args.logging_strategy != "no"
 
-    on_epoch_end = on_step_end
-
     def on_log(self, args, state, control, logs=None, **kwargs):
         state.log_history[-1] |= self.extras() if "loss" in logs else {}
         if args.should_save:
@@ -95,8 +93,8 @@ class DurableTrainer(Trainer):
     ):
         self._layout = checkpoint.layout(args)  # before Trainer fills in a DeepSpeed configuration
         self.stopping, self.throughput = stopping or Stopping(), Throughput(args)
-        # in this order: Stopping asks for a checkpoint, LogFile logs its step, Progress prints last
-        own = [self.stopping, self.throughput, LogFile(self.log_extras), *callbacks, Progress(steps_after)]
+        # in this order: Stopping or a callback asks for a checkpoint, LogFile logs its step, Progress prints last
+        own = [self.stopping, self.throughput, *callbacks, LogFile(self.log_extras), Progress(steps_after)]
         trainer_args = copy.copy(args)  # `self.args`
         name = run_name or args.run_name or Path(args.output_dir).name  # in trackers
         vars(trainer_args).update(save_total_limit=None, run_name=name)  # Trainer would rotate before the seal

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, Sampler
-from transformers import BatchEncoding, TrainerCallback
+from transformers import BatchEncoding, DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from roberta_recipe import durable
@@ -97,7 +97,7 @@ class Epochs(TrainerCallback):
     step is logged first, as it may be saved as the best (`_keep_as_best`)."""
 
     def __init__(self, trainer: "FinetuneTrainer"):
-        self.trainer, self._save = trainer, False
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if weights.counts_from_padding(model.config):  # Trainer sets the tokenizer's, which a loaded model would use
@@ -109,15 +109,11 @@ class Epochs(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ends_epoch:
-            self._save, control.should_save = control.should_save, False
+            DefaultFlowCallback().on_epoch_end(args, state, control)  # Trainer calls it when the step is saved
         control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        if not self.trainer.ends_epoch:
-            control.should_save = control.should_evaluate = False
-        control.should_save |= self._save
-        self._save = False
-        control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
+        control.should_log = control.should_evaluate = control.should_save = False
 
 
 class FinetuneTrainer(DurableTrainer):
