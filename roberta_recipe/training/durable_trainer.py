@@ -106,13 +106,13 @@ class DurableTrainer(Trainer):
         self._step_losses, self._losses = torch.zeros(2, len(label_columns), device=self.args.device)
         self._steps = 0
         self._start_s, self._end_s = time.monotonic(), None  # of training
-        self.stopping.trainer, resumed = self, resumed or {}
-        self.resumes: int = resumed.get("resumes", 0) + 1 if resumed else 0
-        self._first_step: int = resumed.get("step", 0)
-        self._earlier_s: float = resumed.get("train_seconds", 0.0)
-        self._skipped_in_a_row: int = resumed.get("skipped_in_a_row", 0)
-        self.skipped_steps: int = resumed.get("skipped_steps", 0)
-        self.stopping.recent_losses.extend(resumed.get("recent_losses", []))
+        self.stopping.trainer, self.resumed = self, resumed or {}
+        self.resumes: int = self.resumed.get("resumes", -1) + 1
+        self._first_step: int = self.resumed.get("step", 0)
+        self._earlier_s: float = self.resumed.get("train_seconds", 0.0)
+        self._skipped_in_a_row: int = self.resumed.get("skipped_in_a_row", 0)
+        self.skipped_steps: int = self.resumed.get("skipped_steps", 0)
+        self.stopping.recent_losses.extend(self.resumed.get("recent_losses", []))
 
     # For subclasses to extend
 

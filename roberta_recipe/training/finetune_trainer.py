@@ -132,16 +132,14 @@ class FinetuneTrainer(DurableTrainer):
         measure: Callable[[np.ndarray], dict[str, float]],
         best_metric: str,
         layer_decay: float,
-        resumed: dict[str, Any] | None,
         **kwargs,
     ):
-        super().__init__(label_columns={"task": "labels"}, resumed=resumed, callbacks=[Epochs(self)], **kwargs)
-        resumed = resumed or {}
+        super().__init__(label_columns={"task": "labels"}, callbacks=[Epochs(self)], **kwargs)
         self.layer_decay, self.saved_max_length = layer_decay, self.fingerprint.get("max_seq_length")
         self.loss_sum, self.measure, self.best_metric = loss_sum, measure, best_metric
         self.sampler: LengthGroupedSampler | None = None
-        self.best_step: int | None = resumed.get("best_step")
-        self.best_score: float | None = resumed.get("best_score")  # None: not finite
+        self.best_step: int | None = self.resumed.get("best_step")
+        self.best_score: float | None = self.resumed.get("best_score")  # None: not finite
         # since last counted: tokens without padding, squared lengths of the sequences
         self._tokens = torch.zeros(2, dtype=torch.int64, device=self.args.device)
 

@@ -86,7 +86,6 @@ class MlmTrainer(DurableTrainer):
         *,
         model: Any,
         flops_per_token: float,
-        resumed: dict[str, Any] | None,
         skipped: order.Skipped = (),
         extra_metrics: Callable[["MlmTrainer"], dict[str, float]] | None = None,
         callbacks: Iterable[TrainerCallback] = (),
@@ -94,13 +93,13 @@ class MlmTrainer(DurableTrainer):
     ):
         callbacks = [AfterCheckpointLoad(self), *callbacks]
         columns = {name: objective.column for name, objective in model.objectives.items()}
-        super().__init__(model=model, label_columns=columns, resumed=resumed, callbacks=callbacks, **kwargs)
-        self.flops_per_token, resumed = flops_per_token, resumed or {}
-        self.changed: list[str] = resumed.get("changed", [])  # settings that differ from the checkpoint's
+        super().__init__(model=model, label_columns=columns, callbacks=callbacks, **kwargs)
+        self.flops_per_token = flops_per_token
+        self.changed: list[str] = self.resumed.get("changed", [])  # settings that differ from the checkpoint's
         # order-independent hashes of all consumed blocks: as read, and as the model saw them
-        self.data_digests: dict[str, int] = {name: resumed.get(name, 0) for name in _DATA_DIGESTS}
+        self.data_digests: dict[str, int] = {name: self.resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.skipped, self.extra_metrics = skipped, extra_metrics
-        self._first_position = resumed.get("position", 0)
+        self._first_position = self.resumed.get("position", 0)
         self._consumed = np.zeros(3, dtype=np.int64)  # `data_loading.CONSUMED` of this process since `count_consumed`
         if self.args.torch_compile:  # the encoder only; accelerate would compile head and losses too
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
