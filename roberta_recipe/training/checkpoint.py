@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `digests` of weights and optimizer
 STATE_VERSION = 4  # of its content
-OPTIMIZER_FLAGS = ("optim", "optim_args")  # the optimizer's state depends on them
 
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
@@ -149,8 +148,8 @@ def load_state(
             f"{checkpoint} belongs to another run: {listed}. Start it as before, or name another output_dir{override}"
         )
     # arguments of our own optimizers are hyperparameters, which `optimizers.restore_hyperparameters` sets after loading
-    restorable = {"optim_args"} if fingerprint.get("optim") in optimizers.custom_names() else set()
-    if changed.keys() & (set(OPTIMIZER_FLAGS) - restorable):
+    of_state = {"optim"} if fingerprint.get("optim") in optimizers.custom_names() else {"optim", "optim_args"}
+    if changed.keys() & of_state:
         raise InputError(f"{checkpoint} has the state of another optimizer ({listed}): {fix}")
     if changed:
         logger.warning(f"Resuming from {checkpoint} despite changes: {listed}")
