@@ -137,9 +137,7 @@ class Zero:
     stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    fp32_accumulation: bool = (
-        False  # data_types.grad_accum_dtype: fp32; otherwise gradients accumulate in half precision
-    )
+    fp32_accumulation: bool = False  # of gradients (data_types.grad_accum_dtype: fp32), else in half precision
     reduce_bucket_size: int = 500_000_000  # elements of the gradient-reduction buffer: DeepSpeed's default
 
     @classmethod
