@@ -65,7 +65,7 @@ def test_batches_are_of_like_length_and_depend_on_nothing_else():
     sampler = finetune_trainer.LengthGroupedSampler(lengths, 8, seed=1)
     first = list(sampler)
     assert len(first) == len(sampler) == 1000 == len(set(first)) and first == list(sampler)
-    sampler.set_epoch(1)
+    sampler.epoch = 1
     second = list(sampler)
     assert set(second) != set(first)  # another remainder is dropped
     means = [np.array(lengths)[np.array(epoch)].reshape(-1, 8).mean(1) for epoch in (first, second)]

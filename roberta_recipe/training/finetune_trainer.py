@@ -47,9 +47,6 @@ class LengthGroupedSampler(Sampler[int]):
     def __len__(self):
         return len(self.lengths) // self.batch * self.batch
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[int]:
         order = random_order(self.seed, _EPOCH_ORDER, (self.epoch,), len(self.lengths))[: len(self)]
         together = self.batch * _BATCHES_SORTED_TOGETHER
@@ -105,7 +102,7 @@ class Epochs(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # with several processes, Trainer cannot reach the sampler once batches are skipped to resume
-        self.trainer.sampler.set_epoch(state.global_step // self.trainer.steps_per_epoch)
+        self.trainer.sampler.epoch = state.global_step // self.trainer.steps_per_epoch
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.ends_epoch:
