@@ -59,10 +59,9 @@ class Throughput(TrainerCallback):
         self.matrix_rate = _probe(device, _DTYPES[precision], at_end=False)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # which the probe has raised
-        on_gpu, threads = device.type == "cuda", counted(torch.get_num_threads(), "thread")
-        where = torch.cuda.get_device_name() if on_gpu else threads
-        if args.process_index == 0:
-            logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
+        threads = counted(torch.get_num_threads(), "thread")
+        where = torch.cuda.get_device_name() if device.type == "cuda" else threads
+        logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._since_s is None:  # excludes the wait for the first batch
