@@ -1,7 +1,6 @@
 """Checks of the launch configuration: precision, process group, accelerate, DeepSpeed."""
 
 import os
-from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -9,7 +8,6 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import cpu_cores, has_bf16
-from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import counted, logger
 
 # plugins of accelerate, enabled by environment variables, that `Trainer` would use silently
@@ -71,7 +69,8 @@ def check_deepspeed(args: TrainingArguments) -> None:
         return
     if not args.deepspeed_plugin.zero_stage:
         raise InputError("zero_stage=0 shards nothing: use stage 1, 2 or 3, or a launch file without DeepSpeed")
-    config = HfTrainerDeepSpeedConfig(deepspeed_settings(args))  # a copy: "auto" stays for Trainer to fill in
+    # a copy: "auto" stays for Trainer to fill in
+    config = HfTrainerDeepSpeedConfig(args.deepspeed_plugin.deepspeed_config)
     config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare
     config.trainer_config_process(args)
     differences = [line.removeprefix("- ds ") for line in config.mismatches]
@@ -81,10 +80,3 @@ def check_deepspeed(args: TrainingArguments) -> None:
             f'the DeepSpeed configuration contradicts the flags: {"; ".join(differences)}. Write "auto" for values '
             "there and leave sections out, or change the flags"
         )
-
-
-def deepspeed_settings(args: TrainingArguments) -> dict[str, Any]:
-    """The DeepSpeed configuration of `--deepspeed` or of the launcher; empty without one."""
-    if args.deepspeed:
-        return args.deepspeed if isinstance(args.deepspeed, dict) else read_input_json(args.deepspeed)
-    return args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
