@@ -77,7 +77,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
             corpus = hash_files(corpus, cache_folder=args.token_cache)
         tokenizer = pretraining.load_tokenizer(args)
     # a finished model has no heads of other objectives
-    model = pretraining.build_model(args, training_args, tokenizer, ["mlm"])
+    model = pretraining.build_model(dataclasses.replace(args, objective=["mlm"]), training_args, tokenizer)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     validation = pretraining.validation_blocks(args, reader)
     logger.info(f"Preset      {preset[0]}")

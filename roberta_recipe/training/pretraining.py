@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -279,11 +278,10 @@ def build_model(
     args: MlmArguments,
     training_args: MlmTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    names: Sequence[str] | None = None,
     corpus: corpora.Corpus | None = None,
 ) -> masked_lm.MaskedLmMixin:
-    """The model with the objectives `names` (default: `args.objective`) and the resolved attention of `training_args`,
-    with fresh weights (an output bias from `corpus`, if `initialization` names it) or a checkpoint's; not sharded."""
+    """The model of `args`, with the resolved attention of `training_args` and fresh weights (an output bias from
+    `corpus`, if `initialization` names it) or a checkpoint's; not sharded."""
     # with ZeRO 3's config, `from_pretrained` would build a shard, and padding of the vocabulary have no effect;
     # `Trainer` sets the config again
     unset_hf_deepspeed_config()
@@ -295,7 +293,7 @@ def build_model(
         model_name_or_path=args.model_name_or_path,
         max_seq_length=args.max_seq_length,
         pad_vocab_to_multiple_of=args.pad_vocab_to_multiple_of,
-        objectives=objectives.named(names or args.objective),
+        objectives=objectives.named(args.objective),
     )
     initialization.initialize(model, args.initialization)
     if corpus and initialization.factors(args.initialization)["unigram_bias"]:
