@@ -90,7 +90,6 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         data_collator=collator,
         processing_class=tokenizer,
         fingerprint={},
-        resumed=None,
         extra_metrics=blimp.while_training(args.blimp_dir, model, tokenizer) if args.blimp_dir else None,
         flops_per_token=masked_lm.flops_per_token(model.config, args.max_seq_length, args.mlm_probability),
     )

@@ -84,7 +84,7 @@ class DurableTrainer(Trainer):
         args: TrainingArguments,
         fingerprint: dict[str, Any],
         label_columns: dict[str, str],
-        resumed: dict[str, Any] | None,
+        resumed: dict[str, Any] | None = None,
         stopping: Stopping | None = None,
         run_name: str | None = None,
         callbacks: Iterable[TrainerCallback] = (),
@@ -109,7 +109,6 @@ class DurableTrainer(Trainer):
         self.stopping.trainer, self.resumed = self, resumed or {}
         self.resumes: int = self.resumed.get("resumes", -1) + 1
         self._first_step: int = self.resumed.get("step", 0)
-        self._earlier_s: float = self.resumed.get("train_seconds", 0.0)
         self._skipped_in_a_row: int = self.resumed.get("skipped_in_a_row", 0)
         self.skipped_steps: int = self.resumed.get("skipped_steps", 0)
         self.stopping.recent_losses.extend(self.resumed.get("recent_losses", []))
@@ -281,7 +280,7 @@ class DurableTrainer(Trainer):
     @property
     def train_seconds(self) -> float:
         """Training time of this start and all earlier starts."""
-        return self._earlier_s + (self._end_s or time.monotonic()) - self._start_s
+        return self.resumed.get("train_seconds", 0.0) + (self._end_s or time.monotonic()) - self._start_s
 
     # Checkpoints
 

@@ -51,7 +51,7 @@ class AfterCheckpointLoad(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
-        if trainer.changed:
+        if trainer.resumed.get("changed"):
             optimizers.restore_hyperparameters(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
         if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
             self.warn_of_tokenization(args)
@@ -95,11 +95,9 @@ class MlmTrainer(DurableTrainer):
         columns = {name: objective.column for name, objective in model.objectives.items()}
         super().__init__(model=model, label_columns=columns, callbacks=callbacks, **kwargs)
         self.flops_per_token = flops_per_token
-        self.changed: list[str] = self.resumed.get("changed", [])  # settings that differ from the checkpoint's
         # order-independent hashes of all consumed blocks: as read, and as the model saw them
         self.data_digests: dict[str, int] = {name: self.resumed.get(name, 0) for name in _DATA_DIGESTS}
         self.skipped, self.extra_metrics = skipped, extra_metrics
-        self._first_position = self.resumed.get("position", 0)
         self._consumed = np.zeros(3, dtype=np.int64)  # `data_loading.CONSUMED` of this process since `count_consumed`
         if self.args.torch_compile:  # the encoder only; accelerate would compile head and losses too
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
@@ -145,7 +143,7 @@ class MlmTrainer(DurableTrainer):
     def _step_position(self, step: int) -> int:
         """The position of the first block of a step, counted from 1."""
         blocks = (step - 1 - self._first_step) * self.fingerprint["global_batch_size"]
-        return order.position_after(self._first_position, blocks, self.skipped)
+        return order.position_after(self.resumed.get("position", 0), blocks, self.skipped)
 
     # Training
 
