@@ -216,12 +216,9 @@ class MlmTrainer(DurableTrainer):
         return loader
 
     def evaluate(self, *args, **kwargs):
-        random_state = torch.get_rng_state()
-        # eager, as each batch shape would be compiled
-        with self.throughput.timing("excluded"), torch.compiler.set_stance("force_eager"):
-            metrics = super().evaluate(*args, **kwargs)
-        torch.set_rng_state(random_state)  # the data loader draws from it
-        return metrics
+        # eager, as each batch shape would be compiled; the data loader draws from the CPU's generator
+        with self.throughput.timing("excluded"), torch.compiler.set_stance("force_eager"), torch.random.fork_rng([]):
+            return super().evaluate(*args, **kwargs)
 
     def last_metrics(self) -> dict[str, float]:
         """The metrics of the last step, from the log or else from `evaluate`."""
