@@ -223,25 +223,21 @@ class DurableTrainer(Trainer):
         """Whether the last optimizer step was skipped because of its gradients; the same on all ranks."""
         return bool(self.accelerator.optimizer_step_was_skipped)
 
-    @property
-    def overflowed(self) -> bool:
-        """Whether the last step was skipped for an fp16 overflow."""
-        return self.args.fp16 and self.step_was_skipped
-
     def step_losses(self) -> torch.Tensor:
         """(objectives,): this process's part of the last step's loss x number of processes; resets it to 0."""
         losses, self._step_losses = self._step_losses, torch.zeros_like(self._step_losses)
         return losses
 
-    def count_step(self, losses: torch.Tensor, is_finite: bool) -> None:
-        """Add the last step to the logged mean and, on fp16 overflow, to `skipped_steps`; called on all ranks. Raises
-        `RunError` after `MAX_SKIPPED_STEPS` overflows in a row."""
-        if is_finite or not self.overflowed:
+    def count_step(self, losses: torch.Tensor, is_finite: bool) -> bool:
+        """Add the last step to the logged mean and, on fp16 overflow, to `skipped_steps`; called on all ranks. Returns
+        whether it overflowed. Raises `RunError` after `MAX_SKIPPED_STEPS` overflows in a row."""
+        overflowed = self.args.fp16 and self.step_was_skipped
+        if is_finite or not overflowed:
             self._losses += losses
             self._steps += 1
-        if not self.overflowed:
+        if not overflowed:
             self._skipped_in_a_row = 0
-            return
+            return False
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         logger.info(
@@ -253,6 +249,7 @@ class DurableTrainer(Trainer):
                 f"fp16 gradients overflowed in {self._skipped_in_a_row} steps in a row, up to step "
                 f"{self.state.global_step}: train in bf16 (--bf16 true --fp16 false)"
             )
+        return True
 
     def _load_scaler(self, checkpoint):
         if self.accelerator.scaler is not None:  # None if an fp16 run resumes in bf16 or fp32

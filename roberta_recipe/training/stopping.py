@@ -112,8 +112,8 @@ class Stopping(TrainerCallback):
         summed = trainer.sum_over_processes(torch.cat([self._signals(), torch.stack(figures)]))
         *signaled, self.elapsed_share, not_finite, loss = summed.tolist()
         self.stopped_by = _name(signaled)
-        trainer.count_step(losses, is_finite=not not_finite)
-        if not trainer.overflowed:
+        overflowed = trainer.count_step(losses, is_finite=not not_finite)
+        if not overflowed:
             self._check_loss(loss / args.world_size, bool(not_finite))
         if not self.stopped_by and self.elapsed_share >= 1 and state.global_step < state.max_steps:
             self.stopped_by = TIME_LIMIT
