@@ -38,7 +38,6 @@ BIAS_CHARACTERS = 4_000_000  # of text, about 1 M tokens, for the frequencies of
 TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
 _NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
 _OF_PRESET = {*TEXT, "tokenizer_name", "output_dir", "fill_mask_examples"}  # ignored in presets of --model_size
-MULTI_SEQUENCE_FORMATS = ("doc_sentences", "sentence_pair")  # several sequences in one block
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
@@ -159,7 +158,7 @@ def derive(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
     cannot separate the sequences of a block."""
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
     arguments.derive(args, training_args, config, can_unpad=True)
-    if args.input_format in MULTI_SEQUENCE_FORMATS:
+    if args.input_format in ("doc_sentences", "sentence_pair"):  # several sequences in one block
         attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
     if training_args.dataloader_num_workers and not args.token_cache:
         # a forked worker would hang if its parent has started the tokenizer's threads
