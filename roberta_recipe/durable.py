@@ -68,7 +68,7 @@ def make_folder(path: Path, named: str = "output_dir") -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{named}={path} cannot be made ({error.strerror}); name another folder") from None
+        raise InputError(f"{named}={path} cannot be created ({error.strerror}); name another folder") from None
 
 
 def check_new_folder(path: Path, named: str = "output_dir") -> None:
@@ -118,7 +118,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
-    """`write_json` with a hash of `values` beside them, for `read_sealed`."""
+    """`write_json` with an added hash of `values`, for `read_sealed`."""
     values = {name: value for name, value in json.loads(json.dumps(values)).items() if name != SEAL}
     write_json(path, {**values, SEAL: fingerprint(values)})
 
@@ -211,7 +211,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 def lock(folder: str | Path, name: str = LOCK_NAME) -> None:
     """Lock `<folder>/<name>` until this process ends, however it ends (a POSIX lock, which forked workers do not
     inherit). Raises `InputError` that names the owner."""
-    if (path := Path(folder, name).resolve()) in _held_locks:  # opening and closing it again would free it
+    if (path := Path(folder, name).resolve()) in _held_locks:  # opening and closing it again would release the lock
         return
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

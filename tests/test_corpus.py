@@ -53,7 +53,7 @@ def test_file_folder_glob_and_list(tmp_path, caplog):
     for name in (".git/a.parquet", "._part1.parquet"):
         write_parquet(folder / name, ["Hidden."])
     assert sorted(texts_of(files=str(folder))) == sorted(TEXTS)
-    left_out = f"Left out    1 file of {folder} in other formats, such as {folder / 'README.md'}"
+    left_out = f"Ignored     1 file of {folder} in other formats, such as {folder / 'README.md'}"
     assert caplog.messages == [left_out]
     assert sorted(texts_of(files=[str(folder / name) for name in names])) == sorted(TEXTS)
     assert len(texts_of(files=f"{tmp_path}/.mine/*/p*.parquet")) == 40
@@ -208,7 +208,7 @@ def test_a_file_that_changes_in_mid_run_is_named(big_file, tokenizer):
     os.utime(path, ns=(0, 0))  # other times, the same content
     corpora.check_unchanged(reader.corpus)
     change_the_middle(path)
-    with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed while this run reads it.*Put that"):
+    with pytest.raises(RunError, match=r"a.jsonl was changed, replaced or removed during this run.*Restore"):
         corpora.check_unchanged(reader.corpus)
     with pytest.raises(RunError, match=r"a.jsonl was changed"):  # when it is read to its end
         list(blocks_at(reader, [(range(2000),)]))

@@ -330,7 +330,7 @@ def test_blocks_of_a_source_that_ends_among_the_first_are_counted_once(tmp_path,
     blocks = TrainBlocks(reader_of(corpus_of("c", sources), tokenizer), batch_size=1, limit=100)
     different = {block.id for block in itertools.islice(blocks, 100)}
     assert len(different) < 100
-    assert f"max_train_samples=100: these are only {len(different)} different blocks" in caplog.text
+    assert f"max_train_samples=100: found only {len(different)} different blocks" in caplog.text
 
 
 # Micro-batches

@@ -130,8 +130,8 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
     ("argv", "message"),
     [
         ([], "either --corpus or --train_file"),
-        (["--corpus", "a.yaml", "--text_column", "body"], "validation_file and text_column go with --train_file"),
-        (["--corpus", "a.yaml", "--validation_file", "b"], "validation_file and text_column go with --train_file"),
+        (["--corpus", "a.yaml", "--text_column", "body"], "validation_file and text_column need --train_file"),
+        (["--corpus", "a.yaml", "--validation_file", "b"], "validation_file and text_column need --train_file"),
         (["--train_file", "small.txt"], "vocab_size=50265: the sample gives only"),
         (["--train_file", "small.txt", "--vocab_size", "200"], "vocab_size=200 is too small"),
         (["--train_file", "empty.txt", "--vocab_size", "261"], "the training text is empty: name other files"),
@@ -140,7 +140,7 @@ def test_a_long_line_has_the_sentences_of_its_pieces():
         (["--train_file", "small.txt", "--sample_mb", "nan"], "sample_mb=nan must be"),
         (["--train_file", "small.txt", "--output_dir", "small.txt"], "output_dir=small.txt is a file"),
         (["--train_file", "small.txt", "--output_dir", "."], "holds other files; name a new or an empty folder"),
-        (["--train_file", "small.txt", "--output_dir", "/proc/x"], "output_dir=/proc/x cannot be made .No such file"),
+        (["--train_file", "small.txt", "--output_dir", "/proc/x"], "output_dir=/proc/x cannot be created .No such"),
         (["--train_file", "small.txt", "--vocab", "300"], "'--vocab'; did you mean '--vocab_size'"),
     ],
 )

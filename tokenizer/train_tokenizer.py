@@ -2,8 +2,8 @@
 
     python tokenizer/train_tokenizer.py --corpus presets/corpus/roberta_160gb.yaml --output_dir tokenizer/roberta
 
-50,265 entries from 1 GB of the corpus that the model is trained on, drawn in the proportions of its mixture. The
-tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The last lines are figures on held-out text.
+Default: 50,265 entries from 1 GB of the model's training corpus, sampled in the proportions of its mixture. The
+tokenizer loads with `AutoTokenizer`; the same text gives the same bytes. The last lines are held-out statistics.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if bool(args.corpus) == bool(args.train_file):
         raise InputError("give either --corpus or --train_file")
     if args.corpus and (args.validation_file or args.text_column != "text"):
-        raise InputError("validation_file and text_column go with --train_file; a corpus preset has its own")
+        raise InputError("validation_file and text_column need --train_file; a corpus preset has its own")
     for name in ("sample_mb", "validation_mb"):
         if not 0 < getattr(args, name) < float("inf"):
             raise InputError(f"{name}={getattr(args, name)} must be a number above 0")
@@ -88,7 +88,7 @@ def sample(corpus: corpora.Corpus, args: argparse.Namespace, sizes: Counter[str]
 
 
 def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
-    """Print the sample beside the mixture: a source that ran out has less than its share."""
+    """Print the sample's shares and the mixture's: a source that ran out has less than its share."""
     total = sum(sizes.values())
     print(f"trained on {total / 1e6:.1f} MB (a source whose text is used up has less than its share of the mixture):")
     for source, share in zip(corpus.sources, corpus.shares, strict=True):
@@ -99,7 +99,7 @@ def print_sample(corpus: corpora.Corpus, sizes: Counter[str]) -> None:
 def print_statistics(
     corpus: corpora.Corpus, tokenizers: dict[str, PreTrainedTokenizerBase], validation_mb: float
 ) -> None:
-    """Bytes of UTF-8 a token, and tokens a word (words are separated by white space), on the held-out text of each
+    """UTF-8 bytes per token and tokens per word (words are separated by white space), on the held-out text of each
     source, by each tokenizer."""
     print(f"\n{'held-out text':<16}{'MB':>6}  {'tokenizer':<32}{'bytes/token':>12}{'tokens/word':>12}")
     for source in corpus.sources:

@@ -35,7 +35,7 @@ from roberta_recipe.record import INDEX_NAME
 
 CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that reaches it
 REVISION = "chunks of 8 MB"  # in fingerprints: caches and checkpoints of other revisions are refused
-_SPLITTER = "1.0.32"  # of sentencex; another version is in fingerprints, as it may split other sentences
+_SPLITTER = "1.0.32"  # of sentencex; any other version is in fingerprints, as it may split differently
 _TEXT_PER_CALL = 1 << 19  # characters per tokenizer call: enough for all cores
 
 # Packers by input format; for pairs by "format objective": nsp, sop, or in_order (no pair objective, text order)
@@ -99,7 +99,7 @@ COUNTS = tuple(_counts([], [], 0, 0))
 
 
 def sum_counts(chunks: Iterable[Chunk]) -> dict[str, int]:
-    """The sums of the chunks' counts."""
+    """Sum the counts of several chunks."""
     counts = [chunk.counts for chunk in chunks]
     return {name: sum(row.get(name, 0) for row in counts) for name in COUNTS}
 
@@ -185,7 +185,7 @@ class TextReader:
     def pack_rows(
         self, rows: Iterable[Row], file: File, row: int = 0, first_block: int = 0
     ) -> Iterator[tuple[Chunk, list[Columns]]]:
-        """Yield each chunk with its blocks (`input_ids`: arrays of `dtype`). `rows`: of a file, from row `row` on."""
+        """Yield each chunk with its blocks (`input_ids`: arrays of `dtype`). `rows`: a file's, from row `row` on."""
         for chunk_rows in _split_by_chunk(rows):
             texts = [one for one in chunk_rows if one.text is not None]
             documents, marks = self._tokenize([one.text for one in texts])

@@ -29,13 +29,13 @@ from roberta_recipe.settings import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS, ".arrow": "arrow"}
-# 4,096 of the 4.1e9 blocks of the paper's longest run; a smaller share means mixed units in a preset (bytes beside GB)
+# 4,096 of the 4.1e9 blocks of the paper's longest run; a smaller share means a preset with mixed units (bytes and GB)
 _LEAST_SHARE = 1e-6
 _HASHING_THREADS = 8
 BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
-_MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a younger file may change and keep its times
-# of fsspec's file systems, the most exact first
+_MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a newer file may change without new timestamps
+# keys of fsspec's `info`, the most reliable first
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified")
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -54,7 +54,7 @@ class Source:
     files: str | list[str] | None = None  # file, folder, glob or URL; `${NAME}` is an environment variable
     builtin: Literal["docstrings"] | None = None
     text_column: str = "text"
-    filters: list[list[Any]] | None = None  # [column, operator, value] triples, all of which hold; Parquet only
+    filters: list[list[Any]] | None = None  # [column, operator, value] triples, combined by AND; Parquet only
     size_gb: Share | None = None  # share of the mixture by size of text
     weight: Share | None = None  # share of the mixture by weight; all sources use the same kind
     validation_files: str | list[str] | None = None  # held-out text; without it, `validation_share` of the documents
@@ -122,7 +122,7 @@ def read_corpus(path: str | Path) -> Corpus:
     values, sources = load_yaml(path), []
     entries = values.pop("sources", None)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and where it is")
+        raise InputError(f"{path}: `sources:` must be a list of sources, each with a name and a location")
     for number, entry in enumerate(entries, 1):
         where = f"{path}, source {entry.get('name', number)}"
         if "name" not in entry:
@@ -195,7 +195,7 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
                 f"text and JSON also compressed ({', '.join(COMPRESSIONS)}); hidden files of a folder are ignored"
             )
         if others := [path for path in paths if path not in readable]:
-            log_once(f"Left out    {counted(len(others), 'file')} of {pattern} in other formats, such as {others[0]}")
+            log_once(f"Ignored     {counted(len(others), 'file')} of {pattern} in other formats, such as {others[0]}")
         formats.update(readable)
     kinds = sorted(set(formats.values()))
     if len(kinds) > 1:
@@ -208,7 +208,7 @@ def _local_paths(path: Path) -> list[str]:
     if path.is_file():
         return [str(path)]
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
-        with parsing(path, "a folder of save_to_disk"):  # beside its shards, it may hold caches of `map`
+        with parsing(path, "a folder of save_to_disk"):  # it may also hold caches of `map`
             return [shard["filename"] for shard in datasets.load_from_disk(path).cache_files]
     if (path / "dataset_dict.json").is_file():  # of `DatasetDict.save_to_disk`
         raise InputError(f"{path} has several splits: name one, such as {path / 'train'}, and one as --validation_file")
@@ -283,7 +283,7 @@ def _format_of(path: str) -> str | None:
 
 def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
     """Fill `file_hashes` of a resolved corpus. Hashes are cached in a file of `cache_folder`, and computed again where
-    size, times or inode differ. Raises `InputError` for a validation file that is a training file too."""
+    size, times or inode differ. Raises `InputError` for a validation file that is also a training file."""
     path, newest_ns = Path(cache_folder, HASHES_NAME), time.time_ns() - _MTIME_RESOLUTION_NS
     cached: dict[str, FileHash] = {}
     with contextlib.suppress(OSError, ValueError, KeyError):  # missing or damaged
@@ -362,7 +362,7 @@ def check_unchanged(corpus: Corpus, path: str | None = None) -> None:
             now = None
         if not now or now.values != hashes[name].values:
             raise RunError(
-                f"{name} was changed, replaced or removed while this run reads it. Put that file back and start the "
-                "same command again, or begin another run in another output_dir"
+                f"{name} was changed, replaced or removed during this run. Restore the file and start the "
+                "same command again, or start a new run in another output_dir"
             )
         hashes[name] = now

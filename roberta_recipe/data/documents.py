@@ -16,7 +16,7 @@ from roberta_recipe.log import logger
 RETRY_DELAYS_S = (1, 2, 4, 8, 16)
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of network file systems
 _CHECKED_DOCUMENTS = 100  # of each file, before training
-_HUGE = 20_000_000  # characters; no book has as many
+_HUGE = 20_000_000  # characters; no book is that long
 _BLANK_LINES = "Only blank lines separate documents in .txt; for one per line, run: sed G lines.txt > docs.txt"
 
 
@@ -111,7 +111,7 @@ def file_rows(
             number += 1
     except BadShard as bad:
         broken = bad
-    check_unchanged(corpus, path)  # a file that breaks during the run ends it, also with `skip`
+    check_unchanged(corpus, path)  # a file damaged during the run ends it, even with `skip`
     if broken:
         if corpus.on_bad_shard != "skip":
             raise broken

@@ -11,8 +11,8 @@ import numpy as np
 
 from roberta_recipe.data.word_starts import WordStarts
 
-REVISION = 3  # of units of more than a token; part of the fingerprint
-_SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # of the papers
+REVISION = 3  # of multi-token units; part of the fingerprint
+_SPAN_P, _SPAN_MOST, _NGRAM_MOST = 0.2, 10, 3  # the papers' values
 _POSITIONS = 32  # attempts to place a span
 _PHRASE_SHARE = 0.5  # share of phrases among the drawn units; the others are words
 _WEIGHTS = {  # of 1, 2, ... words

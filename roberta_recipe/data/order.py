@@ -38,7 +38,7 @@ def place_of(block: int) -> tuple[int, int, int]:
 def mixture(shares: list[float], start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(source, index of the block in its source), both (count,) int64, at `count` positions from `start` on. Block i
     of a source is due at i / share: a source is < 1 block ahead of its share, at most (sources x share) behind."""
-    rate = np.asarray(shares, dtype=np.float64)  # blocks of each source a position
+    rate = np.asarray(shares, dtype=np.float64)  # blocks of each source per position
     # at most `start` blocks are due before this time: they are counted by formula, only the later ones are sorted
     time = max(start - len(shares), 0)
     earlier = np.maximum(np.ceil(time * rate).astype(np.int64), 0)
@@ -78,7 +78,7 @@ def interleave(
 
 def sample_evenly(counts: list[int], shares: list[float], limit: int | None, seed: int) -> list[np.ndarray]:
     """A stratified sample: ascending indices into the `counts` items of each source, `limit` (None: all) in all, in
-    proportion to `shares` as far as a source goes. A source has equal strata, with one random item from each."""
+    proportion to `shares` until a source runs out. One random item is drawn from each of its equal strata."""
     owners = interleave([itertools.repeat(number, count) for number, count in enumerate(counts)], shares)
     wanted = np.bincount([*itertools.islice(owners, limit)], minlength=len(counts)).tolist()
     drawn = []

@@ -211,7 +211,7 @@ class TrainBlocks(torch.utils.data.IterableDataset):
                 break
             blocks.setdefault(block.id, block)
         if len(blocks) < self.limit:  # a source that ends before the others begins again
-            logger.warning(f"max_train_samples={self.limit}: these are only {counted(len(blocks), 'different block')}")
+            logger.warning(f"max_train_samples={self.limit}: found only {counted(len(blocks), 'different block')}")
         blocks = [*blocks.values()]
         order_of = lru_cache(1)(lambda epoch: random_order(self.reader.seed, order.REPEATS, (epoch,), len(blocks)))
         for position in itertools.chain.from_iterable(itertools.chain.from_iterable(batches)):

@@ -117,7 +117,7 @@ def tokens_per_pass(folder: str | Path) -> int | None:
     """Training tokens of one pass over a cache; None for an empty or unreadable one."""
     try:
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
-    except (OSError, ValueError, KeyError):  # KeyError: of an earlier version, which is refused later
+    except (OSError, ValueError, KeyError):  # KeyError: a cache of an earlier version, refused later
         return None
     return sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
 
@@ -129,7 +129,7 @@ def shard_path(corpus: Corpus, file: File) -> str:
 
 def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
     """All shards of a cache, in groups that are written from one reading of a file: its training shard and the shard of
-    its held-out documents. For pairs, each further version of a training file is a group of its own."""
+    its held-out documents. For pairs, each further version of a training file is a separate group."""
     shards: list[list[File]] = []
     for number, source in enumerate(corpus.sources):
         train, held_out = (

@@ -54,7 +54,7 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         raise InputError("tokenizer_name is not set: name a folder made by tokenizer/train_tokenizer.py, or a Hub id")
     folder, name = resolve_path(name_or_path), repr(str(name_or_path))
     if (folder / durable.MANIFEST).exists() and (damage := durable.damage(folder, only=FILES.__contains__)):
-        fix = f"make it again, or remove {durable.MANIFEST} if you changed it yourself"
+        fix = f"recreate it, or remove {durable.MANIFEST} if you changed it yourself"
         raise InputError(f"the tokenizer {name} is damaged: {damage}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
     try:
@@ -189,8 +189,8 @@ def _split_line(line: str, language: str) -> Iterator[str]:
 
 
 def _segment(text: str, language: str) -> list[str]:
-    """Workaround for sentencex 1.0.32, which panics on multi-byte white space between a letter and a full stop: it gets
-    blanks, and sentences are cut from the original text. If it panics all the same, the text is one sentence."""
+    """Workaround for sentencex 1.0.32, which panics on multi-byte white space between a letter and a full stop: it is
+    replaced by a blank; sentences are cut from the original text. If sentencex still panics, there is one sentence."""
     try:
         lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
     except BaseException as error:  # a panic is no Exception

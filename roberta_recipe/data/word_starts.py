@@ -27,8 +27,8 @@ WordStarts = Callable[[np.ndarray], np.ndarray]
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
-    """A function from a block's ids (length,) to word starts (length,) bool. Special tokens are none; a token after a
-    special token is one. Raises `InputError` for an unsupported tokenizer."""
+    """A function from a block's ids (length,) to word starts (length,) bool. Special tokens do not start a word; a
+    token after one does. Raises `InputError` for an unsupported tokenizer."""
     backend = tokenizer.backend_tokenizer
     rule = json.loads(backend.to_str())["pre_tokenizer"] or {"type": "none"}
     types = {part["type"] for part in rule.get("pretokenizers", [rule])}
@@ -93,7 +93,7 @@ class ByteLevelWords:
 
 
 def _starts_by_code(codes: np.ndarray) -> np.ndarray:
-    """Word starts by token kind: a blank begins a word, also as a token of its own, and so does a change of kind."""
+    """Word starts by token kind: a blank begins a word, even as a separate token, and so does a change of kind."""
     kind = codes & _KIND
     starts = kind != _SPECIAL
     meet = (kind[1:] != kind[:-1]) | (kind[1:] == _CONTRACTION)
