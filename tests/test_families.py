@@ -109,7 +109,7 @@ def test_a_head_with_its_labels_in_another_order_is_fresh(name, tmp_path):
 def test_rows_of_padding_that_no_bias_can_hide_are_refused(tokenizer, tmp_path):
     AutoModelForMaskedLM.from_config(config_of("deberta-v2, its own head")).save_pretrained(tmp_path)
     start = {"model_name_or_path": str(tmp_path), "max_seq_length": 64}
-    with pytest.raises(InputError, match="has no bias in its head that could hide rows"):
+    with pytest.raises(InputError, match="has no bias in its head to hide padding rows"):
         masked_lm.build_model(tokenizer, **start, pad_vocab_to_multiple_of=64)
 
 
@@ -207,7 +207,7 @@ def test_weights_that_no_step_uses_are_named_in_several_processes(preset, tmp_pa
         (
             {"model_type": "modernbert", "decoder_bias": False},
             ["--pad_vocab_to_multiple_of", "64"],
-            "has no bias in its head that could hide rows",
+            "has no bias in its head to hide padding rows",
         ),
         (
             {"model_type": "deberta-v2", "legacy": False},

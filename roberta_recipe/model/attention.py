@@ -11,13 +11,13 @@ from roberta_recipe.model.architectures import MULTI_SEQUENCE_MODELS
 from roberta_recipe.model.cpu_kernels import BLOCKWISE, blockwise_attention
 from roberta_recipe.model.varlen import VARLEN, varlen_attention
 
-TAKES_4D_MASK = ("sdpa", "eager", BLOCKWISE)  # these take a mask (seq_len, seq_len)
+TAKES_4D_MASK = ("sdpa", "eager", BLOCKWISE)  # these accept a (seq_len, seq_len) mask
 
 
 def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = False) -> str:
     """`args.attn_implementation`, by default the fastest for device, precision and dropout. Raises `InputError` if
     device or model do not support it. `can_unpad`: the model class supports unpadded batches."""
-    # False: the architecture has attention code of its own
+    # False: the architecture has its own attention code
     is_pluggable = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
     named, half = args.attn_implementation, args.bf16 or args.fp16
     dropout = getattr(config, "attention_probs_dropout_prob", 0.0)

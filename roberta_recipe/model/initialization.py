@@ -3,8 +3,8 @@ arXiv 2212.09686), in addition to the normal initialization.
 
 Trained attention has a simple structure: neighbouring positions have similar embeddings, queries resemble keys, value
 times output is near a multiple of the identity. Learning it takes most of the unigram plateau. Before that, a model
-learns token frequencies: from an output bias of zeros, by moving all hidden states in one direction, from which a
-post-norm model may not return. The factors are ours (docs/pretraining.md).
+learns token frequencies: with a zero output bias, it moves all hidden states in one direction, from which a
+post-norm model may not recover. The factors are ours (docs/pretraining.md).
 """
 
 import math
@@ -35,7 +35,7 @@ def factors(text: str | None) -> dict[str, float]:
         valid = False
     if not valid:
         ways = (",".join([way, *(f"{key}={value:g}" for key, value in of.items())]) for way, of in _DEFAULTS.items())
-        message = "use normal or mimetic, with factors from 0 on (value_output also below)"
+        message = "use normal or mimetic, with factors from 0 on (value_output may be negative)"
         raise InputError(f"initialization={text}: {message}: {' or '.join(ways)}")
     return {**defaults, **given}
 

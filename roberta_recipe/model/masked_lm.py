@@ -22,7 +22,7 @@ HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 
 @dataclass
 class ObjectivesOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with a loss sum per objective, to divide by the targets of effective batch or validation set."""
+    """`MaskedLMOutput` with a loss sum per objective, for division by the targets of a batch or validation set."""
 
     loss_sums: dict[str, torch.Tensor] | None = None  # nats, ()
     losses: torch.Tensor | None = None  # of the masked LM: nats, (predicted positions,)
@@ -44,8 +44,8 @@ class Objective:
     labels_of_mask: Callable[[np.ndarray], np.ndarray] | None = None
     masking_units: tuple[str, ...] = ()  # supported ones; empty: all
     needs: str = "other text"  # for the error message if the validation blocks have no label
-    # for FLOPs: (hidden_size, width of the token embedding) -> (inputs, outputs) of the linear layers of the head, but
-    # for the output layer over the vocabulary; empty: the head is not counted
+    # for FLOPs: (hidden_size, width of the token embedding) -> (inputs, outputs) of the linear layers of the head,
+    # except the output layer over the vocabulary; empty: the head is not counted
     layers: Callable[[int, int], list[tuple[int, int]]] = lambda hidden, width: []
 
 
@@ -212,8 +212,8 @@ def build_model(
         bias = getattr(model.get_output_embeddings(), "bias", None)
         if bias is None or len(bias) != model.config.vocab_size:
             raise InputError(
-                f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head that could hide rows "
-                f"of padding; leave it out, with vocab_size={entries}"
+                f"pad_vocab_to_multiple_of: a {config.model_type!r} model has no bias in its head to hide padding rows "
+                f"of the embedding; leave it out, with vocab_size={entries}"
             )
         model.resize_token_embeddings(padded, mean_resizing=False)
         model.get_output_embeddings().bias.data[entries:] = HIDDEN_LOGIT

@@ -85,7 +85,7 @@ TABLE = {
     "mlm": MLM,
     "sbo": Objective(
         "sbo_labels",
-        "SpanBERT: the tokens of a span from the two beside it",
+        "SpanBERT: the tokens of a span from its two boundary tokens",
         head_name="sbo_head",
         head=_span_boundary_head,
         loss=_span_boundary_loss,

@@ -106,7 +106,7 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
 
 def set_input_names(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Set the tokenizer's `model_input_names` for a model: always a mask, without which a row would depend on the
-    others of its batch, and token types where the model embeds each of a pair."""
+    others of its batch, and token types where the model has embeddings for both segments."""
     types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
     unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's does not
     names = ["input_ids", "token_type_ids", "attention_mask"]
@@ -121,7 +121,7 @@ def set_input_names(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 def saved_for(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
 ) -> Iterator[None]:
-    """Context in which a tokenizer is saved beside a model: with the model's input names, and a `model_max_length` of
+    """Context in which a tokenizer is saved with a model: with the model's input names, and a `model_max_length` of
     `max_length` (default: the model's maximum), so that `pipeline` truncates. Restored afterwards, as fingerprints
     include the loaded values."""
     before = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "init_kwargs")}
