@@ -21,7 +21,7 @@ _HEAD_START_S = 3.0  # head start of rank 0 to print an error, after which the l
 _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
 
 
-# modules of libraries that read flags when training starts, and the flags
+# library modules that read flags when training starts -> the flags
 _FLAGS_OF_MODULE = {
     **dict.fromkeys(("transformers.integrations.integration_utils", "mlflow.", "trackio.", "wandb."), "report_to"),
     "transformers.trainer": "flags of TrainingArguments",
@@ -90,7 +90,7 @@ def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None
 
 def lost_message(lost: str, error: BaseException) -> str:
     """Error message for a lost process (`hardware.lost_process`), with the library's reason."""
-    return f"{lost} ({first_line(error).rstrip('. ')}): its output or the system's log says why (often memory)."
+    return f"{lost} ({first_line(error).rstrip('. ')}): its output or the system log says why (often memory)."
 
 
 def exit_on_error(main: Callable[[], Any]) -> None:
@@ -140,7 +140,7 @@ def _describe(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, InputError | RunError):
         # an error of a data worker comes inside the worker's traceback
         return "error: " + re.split(r"\b(?:InputError|BadShard|RunError): ", str(error))[-1].strip(), error.exit_code
-    from roberta_recipe.hardware import lost_process  # imports torch, which commands without a model do not need
+    from roberta_recipe.hardware import lost_process  # imports torch, which some commands do not need
 
     if is_disk_full(error):
         reason = f"{first_line(error)}: free some disk space."

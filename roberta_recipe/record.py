@@ -27,7 +27,7 @@ TOKENIZER_NAME = "tokenizer"  # folder of a tokenizer trained by the run
 INDEX_NAME = "chunks.index"  # `chunks.ChunkIndex`
 HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a token cache
 HUB_NAME = "hub.json"  # the run's id, also in the card of its repository on the Hub
-BLIMP_NAME = "blimp.json"  # BLiMP scores, beside the weights
+BLIMP_NAME = "blimp.json"  # BLiMP scores, in the folder of the weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of a fine-tuning protocol; folder of a run's best epoch
 _LOCAL = {"train_file", "validation_file", "test_file", "data_dir", "wsc_dir", "blimp_dir", "token_cache"}  # paths
 _LOCAL |= {"output_dir", "best_run"}
@@ -215,7 +215,7 @@ def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
     try:
         return durable.unsealed(values)
     except ValueError as error:
-        raise InputError(f"{path}: {error}; copy it again, or move its folder away to have it run again") from None
+        raise InputError(f"{path}: {error}; copy it again, or move its folder away to repeat the run") from None
 
 
 def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:
@@ -279,7 +279,7 @@ def _git(*words: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value`, as JSON can hold it, with None for numbers that are not finite."""
+    """`value` as JSON types, with None for numbers that are not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 

@@ -54,7 +54,7 @@ class Flag:
 
     def __post_init__(self):
         if self.scope not in typing.get_args(Scope) or bool(self.because) != (self.scope == "locked"):
-            raise TypeError(f"{self}: no such scope, or a reason that is missing or has no place")
+            raise TypeError(f"{self}: unknown scope, or a missing or superfluous reason")
 
 
 def setting(default: Any, help: str, resume: str | None = None, shown: bool | str = False) -> Any:
@@ -75,7 +75,7 @@ def flags_of(cls: type) -> dict[str, Flag]:
 
 
 def values_of(args: Any, *scopes: Scope) -> dict[str, Any]:
-    """The values of the flags of these scopes in a filled dataclass, as JSON can hold them."""
+    """The values of the flags of these scopes in a filled dataclass, as JSON types."""
     flags = flags_of(type(args)).items()
     return {name: plain(getattr(args, name)) for name, flag in flags if flag.scope in scopes}
 
@@ -92,7 +92,7 @@ def shown_names(*filled: Any) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A flag's value as JSON can hold it."""
+    """Convert a flag's value to JSON types."""
     if isinstance(value, Enum):
         return value.value
     return [plain(item) for item in value] if isinstance(value, list) else value
@@ -230,7 +230,7 @@ def _trainer_flags(dataclass_types: Sequence[type], values: dict[str, Any]) -> s
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The default of a flag that has one, the description as it is written, one spelling of a flag."""
+    """Shows defaults other than None, the description unwrapped, and one spelling per flag."""
 
     def _get_help_string(self, action):
         return action.help if action.default is None else super()._get_help_string(action)

@@ -144,7 +144,7 @@ def test_a_second_interrupt_ends_at_once(preset, tmp_path, at_step, monkeypatch)
         send(signal.SIGINT)()
 
     at_step(5, twice)
-    with pytest.raises(Stopped, match=r"ended at once, in step 6\. The last complete checkpoint is .*checkpoint-3"):
+    with pytest.raises(Stopped, match=r"ended immediately, in step 6\. The last complete checkpoint is .*checkpoint-3"):
         train(preset, *SAVING)
     assert [path.name for path in checkpoint.newest_first(tmp_path / "run")] == ["checkpoint-3"]
 

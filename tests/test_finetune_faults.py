@@ -132,7 +132,7 @@ def test_numbers_that_are_not_finite_end_the_run(flags, tmp_path, monkeypatch, t
         return total, logits
 
     monkeypatch.setattr(finetune_glue, "classification_loss", lost)
-    with pytest.raises(RunError, match=f"seed 1: {said}; nothing of it was saved"):
+    with pytest.raises(RunError, match=f"seed 1: {said}; the step was not saved"):
         finetune_glue.main(flags("rte"))
     assert not (tmp_path / "glue" / "rte" / RUN / "run_record.json").exists()
 

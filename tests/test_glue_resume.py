@@ -93,7 +93,7 @@ def test_killed_before_the_first_checkpoint_is_sealed(flags, tmp_path, monkeypat
             finetune_glue.main(flags("rte", *saving))
     assert list((tmp_path / "glue/rte/lr0.001-batch8-seed1").glob("checkpoint-*"))
     finetune_glue.main(flags("rte", *saving))
-    assert "Passed over" in capsys.readouterr().err and record_of(tmp_path)["steps"] == 6
+    assert "Skipped" in capsys.readouterr().err and record_of(tmp_path)["steps"] == 6
 
 
 def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def test_a_finished_model_is_measured_and_trains_on_with_a_new_head(preset, tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--objective", "mlm", "sbo"], "objective sbo goes with masking_unit=span, not token"),
+        (["--objective", "mlm", "sbo"], "objective sbo needs masking_unit=span, not token"),
         (["--objective", "sbo"], "objective='sbo': name mlm and any of the others, once each"),
         (["--objective", "mlm", "nsp", "sop"], "nsp and sop exclude each other"),
     ],

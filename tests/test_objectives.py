@@ -235,5 +235,5 @@ def test_flags_checks_run_and_tools_follow_from_the_declarations(preset, toy_con
     assert all(of_weight.keys() == {"mean"} for of_weight in state["state"].values()) and len(state["state"]) > 20
     assert 2 * found["states"][0] == found["states"][1] > 0  # a number for each weight, and two
     assert "unknown argument speed (valid: momentum" in found["errors"][0]
-    assert "objective toy goes with input_format=full_sentences, not contiguous" in found["errors"][1]
+    assert "objective toy needs input_format=full_sentences, not contiguous" in found["errors"][1]
     assert "toy (a toy: the number of a block)" in usage and "toy: a toy: signs of a running mean." in usage

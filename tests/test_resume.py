@@ -127,11 +127,11 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
         checkpoint._find(str(tmp_path), str(tmp_path / "checkpoint-3"))
     damage(tmp_path / "checkpoint-6" / name, fault)
     assert checkpoint._find(str(tmp_path), None) == str(tmp_path / "checkpoint-3")
-    assert "Passed over" in caplog.text and "checkpoint-6" in caplog.text
+    assert "Skipped" in caplog.text and "checkpoint-6" in caplog.text
     assert name in caplog.text or name == durable.MANIFEST
     shutil.rmtree(tmp_path / "checkpoint-3")
     unsealed = (name, fault) == (durable.MANIFEST, "missing")
-    said = r"checkpoints of another program \(checkpoint-6" if unsealed else r"is whole \(passed over: checkpoint-6\)"
+    said = r"checkpoints of another program \(checkpoint-6" if unsealed else r"is intact \(skipped: checkpoint-6\)"
     with pytest.raises(InputError, match=said):
         checkpoint._find(str(tmp_path), None)
     if unsealed:

@@ -106,7 +106,7 @@ def test_flags_of_train_file_do_not_apply_to_a_corpus(preset):
     (args, _), _ = parsed(corpus, of_run)
     assert (args.text_column, args.language) == ("text", "en")
     for flag in (["--text_column", "body"], ["--language", "de"]):
-        with pytest.raises(InputError, match="text_column and language go with train_file"):
+        with pytest.raises(InputError, match="text_column and language need train_file"):
             check_data(parsed([*corpus, *flag], preset)[0][0])
 
 

@@ -152,7 +152,7 @@ def test_accepted_flags_are_logged_once_and_change_nothing(caplog):
         ("--model_revision v2", "hf download MODEL --revision"),
         ("--dtype bfloat16", "--bf16 or --fp16"),
         ("--use_fast_tokenizer false", "tokenizers are always fast"),
-        ("--preprocessing_num_workers many", "tokenizing ahead uses all cores"),
+        ("--preprocessing_num_workers many", "tokenization before training uses all cores"),
         ("--streaming maybe", "text is always streamed"),
         ("--use_auth_token hf_abcdefgh", "the token of `hf auth login` or HF_TOKEN"),
     ],

@@ -247,7 +247,7 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     assert len(wanted) == 3 and [line for line in shown if line.startswith(("validation loss", "    "))] == wanted
     with pytest.raises(InputError, match="model_name_or_path is not set"):
         evaluate.main(flags)
-    with pytest.raises(InputError, match=r"absent is no folder with a preset.yaml: name a run's folder"):
+    with pytest.raises(InputError, match=r"absent is not a folder with preset.yaml: name a run's folder"):
         evaluate.main(["--use_cpu", "--model_name_or_path", str(tmp_path / "absent")])
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(preset, tmp_path, capsy
     # a checkpoint without tokenizer: its config alone gives transformers a tokenizer of special tokens
     for path in (*run.glob("tokenizer*"), *run.glob("vocab*"), *run.glob("merges*"), *run.glob("special*")):
         path.unlink()
-    with pytest.raises(InputError, match=r"run' has no tokenizer of its own .*: --tokenizer_name NAME"):
+    with pytest.raises(InputError, match=r"run' has no tokenizer for a masked LM; .*: --tokenizer_name NAME"):
         evaluate.main(argv)
 
 

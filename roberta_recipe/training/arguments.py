@@ -20,7 +20,7 @@ from roberta_recipe.training import batch, optimizers
 
 # Every flag of transformers 5.23's `TrainingArguments`, by the arguments of its `Flag`
 _FLAGS: dict[tuple, str] = {
-    # they change the weights
+    # flags that change the weights
     ("fixed", True): """learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs optim adam_beta1
         adam_beta2 adam_epsilon weight_decay max_grad_norm optim_args bf16 fp16 seed""",
     ("fixed",): "lr_scheduler_kwargs data_seed tf32 neftune_noise_alpha label_smoothing_factor",
@@ -29,7 +29,7 @@ _FLAGS: dict[tuple, str] = {
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
         torch_compile torch_compile_backend torch_compile_mode full_determinism deepspeed ddp_find_unused_parameters
         ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend""",
-    # data loading, logging, saving, evaluation (the last lines: `_DONE_HERE`; of fine-tuning)
+    # data loading, logging, saving, evaluation (the last lines: `_DONE_HERE`; those of fine-tuning)
     ("free",): """output_dir torch_empty_cache_steps ddp_timeout dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor dataloader_persistent_workers length_column_name logging_strategy logging_steps
         logging_first_step log_on_each_node log_level log_level_replica disable_tqdm report_to run_name project
@@ -48,15 +48,15 @@ _LOCKED = {
     "evaluation has the precision of training": ("bf16_full_eval", "fp16_full_eval"),
     "Liger has kernels for decoders, and silently none for an encoder": ("use_liger_kernel", "liger_kernel_config"),
     "a loss that is not finite ends the run anyway, and Trainer's detection of it fails on masks": ("debug",),
-    "an encoder has no cache, and config.json would publish the value": ("use_cache",),
-    "no optimizer and no loss of this recipe reads it": ("optim_target_modules", "label_names"),
+    "an encoder has no key-value cache, and config.json would publish the value": ("use_cache",),
+    "no optimizer or loss of this recipe reads it": ("optim_target_modules", "label_names"),
     "a loss that is not finite must not be logged as 0": ("logging_nan_inf_filter",),
     "a checkpoint without optimizer, schedule and random state would resume as another run; the output folder has the "
     "model alone": ("save_only_model",),
-    "the first process writes the checkpoint, once": ("save_on_each_node",),
+    "only rank 0 writes the checkpoint": ("save_on_each_node",),
     "a checkpoint that was saved on SIGTERM would stop the run again": ("restore_callback_states_from_checkpoint",),
     "it can change the batch, and count validation examples twice": ("accelerator_config",),
-    "a process has a whole model, or DeepSpeed shards it": ("parallelism_config", "fsdp", "fsdp_config"),
+    "each process has the whole model, unless DeepSpeed shards it": ("parallelism_config", "fsdp", "fsdp_config"),
     "the order of the examples is a function of the seed": ("dataloader_in_order", "train_sampling_strategy"),
     "it fails where gradients are accumulated": ("ddp_static_graph",),
     "data workers are forked": ("dataloader_multiprocessing_context",),
@@ -88,13 +88,13 @@ class RecipeTrainingArguments(TrainingArguments):
         "precision and dropout (benchmarks/attention.py).",
         "fixed",
     )
-    bf16: bool | None = setting(None, "Train in bf16; default: where the device has it and fp16 is not set.")
+    bf16: bool | None = setting(None, "Train in bf16; default: if the device supports it and fp16 is not set.")
     optim: Literal[tuple(optimizers.TABLE)] = setting(
         "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.custom_names())
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
     lr_scheduler_type: SchedulerType | str = setting(
-        "linear", "Any but reduce_lr_on_plateau and greedy, which follow evaluations."
+        "linear", "Any schedule except reduce_lr_on_plateau and greedy, which need evaluations."
     )
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning; Trainer has 1e-8.")
@@ -170,7 +170,7 @@ def derive_steps(training_args: RecipeTrainingArguments, blocks: int, global_bat
 
 @dataclass
 class MlmTrainingArguments(RecipeTrainingArguments):
-    """For pretraining (paper, Table 9): an endless stream of blocks, and `max_steps` of them."""
+    """Training arguments of pretraining (paper, Table 9): `max_steps` steps over an endless stream of blocks."""
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
@@ -216,7 +216,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
 
 @dataclass
 class TextArguments:
-    """Training and validation text."""
+    """Flags for training and validation text."""
 
     _argument_group_name = "text"
 
@@ -243,7 +243,7 @@ class TextArguments:
     )
     skip_blocks: list[str] | None = setting(
         None,
-        "Blocks to leave out, by position in the order of the run as log lines and errors name them (41000-41063, "
+        "Blocks to leave out, by the positions that log lines and errors print (41000-41063, "
         "inclusive). A resumed run keeps leaving them out.",
         "free",
     )
@@ -253,7 +253,7 @@ class TextArguments:
 
 @dataclass
 class BlockArguments:
-    """Packing of text into blocks, and masking."""
+    """Flags for packing text into blocks, and masking."""
 
     _argument_group_name = "blocks and masks"
 
@@ -287,7 +287,7 @@ class BlockArguments:
     masking_unit: MaskingUnit = setting(
         "token",
         "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or half spaCy's named entities or "
-        "noun phrases, half words.",
+        "noun phrases, the other half words.",
         "fixed",
         shown=True,
     )
@@ -305,13 +305,13 @@ class BlockArguments:
 
 @dataclass
 class ModelArguments:
-    """The model."""
+    """Flags for the model."""
 
     _argument_group_name = "model"
 
     model_size: Literal["tiny", "mini", "small", "base", "large"] | None = setting(
         None,
-        "Fresh weights without --config: the preset roberta_SIZE.yaml, but for its text, tokenizer and output folder; "
+        "Fresh weights without --config: the preset roberta_SIZE.yaml, except its text, tokenizer and output folder; "
         "default: mini.",
         "start",
     )
@@ -357,12 +357,12 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
         None, "Sequences per optimizer step; gradient accumulation is derived from it.", "fixed", shown=True
     )
     max_train_minutes: float | None = setting(
-        None, "Time limit: save, evaluate and end; the same command continues for as long again.", "free"
+        None, "Time limit: save, evaluate and end; the same command continues for the same time.", "free"
     )
     # "fixed", unlike the time limit: it changes the learning rate
     cooldown_share: float | None = setting(
         None,
-        "Share of max_train_minutes, at its end, over which the learning rate falls linearly to 0, by the clock: such "
+        "Last share of max_train_minutes, in which the learning rate falls linearly to 0, by wall-clock time: such "
         "a run does not resume bit for bit. With lr_scheduler_type=constant_with_warmup.",
         "fixed",
         shown=True,
@@ -385,16 +385,16 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
 
 @dataclass
 class FinetuneTrainingArguments(RecipeTrainingArguments):
-    """For fine-tuning (paper, Table 10): evaluation picks the best epoch, so it is part of the run."""
+    """Training arguments of fine-tuning (paper, Table 10); evaluation is part of the run: it picks the best epoch."""
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
         "eval_strategy": Flag("fixed"),
         "eval_steps": Flag("fixed", shown=True),
-        "eval_on_start": Flag("locked", because="the step that a run is resumed at would be evaluated too"),
-        "eval_delay": Flag("locked", because="the best epoch is picked among all"),
+        "eval_on_start": Flag("locked", because="the step from which a run resumes would be evaluated too"),
+        "eval_delay": Flag("locked", because="the best epoch is picked among all epochs"),
         "label_smoothing_factor": Flag("fixed", shown=True),
-        "resume_from_checkpoint": Flag("locked", because="it is of one seed; the same command resumes every seed"),
+        "resume_from_checkpoint": Flag("locked", because="it belongs to one seed; the same command resumes every seed"),
     }
     replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"),)
 
@@ -421,7 +421,7 @@ class FinetuneArguments:
 
     model_name_or_path: str | None = setting(None, "Checkpoint to start from, a folder or a Hub id.", "fixed")
     tokenizer_name: str | None = setting(None, "Tokenizer folder or Hub id; default: the checkpoint's.", "content")
-    max_seq_length: int = setting(512, "Tokens the model sees at once.", "fixed", shown=True)
+    max_seq_length: int = setting(512, "Maximum input length in tokens.", "fixed", shown=True)
     head_dropout: float | None = setting(None, "Dropout of the head; default: the checkpoint's.", "fixed", shown=True)
     layer_decay: float = setting(
         1.0, "Learning rate of a layer / that of the layer above it (ELECTRA, appendix B).", "fixed", shown=True
@@ -429,9 +429,9 @@ class FinetuneArguments:
     global_batch_size: int | None = setting(
         None, "Examples (SQuAD: windows) per optimizer step; gradient accumulation is derived.", "fixed", shown=True
     )
-    seeds: list[int] = setting([1, 2, 3, 4, 5], "One run for each.", "free")
+    seeds: list[int] = setting([1, 2, 3, 4, 5], "Seeds, one run each.", "free")
     random_weights: bool = setting(
         False, "Fine-tune the checkpoint's architecture from fresh weights.", "fixed", shown=True
     )
-    max_train_samples: int | None = setting(None, "Train on the first so many examples only.", "fixed", shown=True)
+    max_train_samples: int | None = setting(None, "Train on the first N examples only.", "fixed", shown=True)
     keep: Literal["best", "all", "none"] = setting("best", "Which runs keep weights on disk.", "free")

@@ -33,7 +33,7 @@ STATE_VERSION = 4  # of its content
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
     """Delete all but the newest `limit` checkpoints (0, None: no limit) up to `step`, and unsealed folders of killed
-    starts. Later checkpoints are those that this start passed over as damaged."""
+    starts. Later checkpoints are those that this start skipped as damaged."""
     old = newest_first(output_dir, step)[limit:] if limit else []
     for path in [*old, *(set(all_folders(output_dir)) - {*newest_first(output_dir)})]:
         shutil.rmtree(path, ignore_errors=True)
@@ -83,10 +83,10 @@ def _find(output_dir: str, named: str | None) -> str | None:
     for path in folders:
         if (damage := durable.damage(path)) is None:
             return str(path)
-        logger.warning(f"Passed over {path}: {damage}")
+        logger.warning(f"Skipped {path}: {damage}")
     if checkpoints:
         raise InputError(
-            f"no checkpoint in output_dir={output_dir} is whole (passed over: "
+            f"no checkpoint in output_dir={output_dir} is intact (skipped: "
             f"{', '.join(path.name for path in checkpoints)}); move them away to start from the beginning"
         )
     if named is not None and (damage := durable.damage(named)):
@@ -143,7 +143,7 @@ def load_state(
         )
     listed = "; ".join(changed.values())
     if changed and not despite_changes:
-        override = "" if despite_changes is None else ", or resume all the same with --resume_despite_changes true"
+        override = "" if despite_changes is None else ", or resume anyway with --resume_despite_changes true"
         raise InputError(
             f"{checkpoint} belongs to another run: {listed}. Start it as before, or name another output_dir{override}"
         )
@@ -156,7 +156,7 @@ def load_state(
     if other_layout:
         logger.info(
             f"Resuming in another layout ({'; '.join(other_layout.values())}): examples and mathematics are the same, "
-            "rounding and dropout draws are not"
+            "rounding and dropout draws differ"
         )
     data_changed = any(name in data_keys for name in changed)
     if data_changed:

@@ -49,7 +49,7 @@ class DataTimeout:
     def check(self, *_) -> None:
         """Signal handler of the timer."""
         read, by = None if self.progress is None else self.progress.item(), self.trainer.stopping.signaled_by
-        # not by the clock, which goes on while the process is suspended
+        # not wall-clock time, which goes on while the process is suspended
         self._idle_s = self._idle_s + POLL_S if read == self._read else 0.0
         self._read = read
         if self._idle_s < (GRACE_S if by else STUCK_S):
@@ -59,8 +59,8 @@ class DataTimeout:
         if by:
             raise Stopped(f"stopped by {by}: {step}. {end}", by)
         raise RunError(
-            f"{step}. Common causes: the open-file limit (ulimit -n), storage that does not answer; a worker's "
-            f"traceback may stand above. {end}"
+            f"{step}. Common causes: the open-file limit (ulimit -n), unresponsive storage; a worker's "
+            f"traceback may be printed above. {end}"
         )
 
 

@@ -150,7 +150,7 @@ class DurableTrainer(Trainer):
     def diverged(self, what: str) -> RunError:
         """The error for a loss, gradient or weight that is not finite; subclasses name the data."""
         return RunError(
-            f"{what}; nothing of it was saved. Lower learning_rate={self.args.learning_rate} or warm up longer "
+            f"{what}; the step was not saved. Lower learning_rate={self.args.learning_rate} or use a longer warm-up "
             f"(warmup_steps={self.args.warmup_steps:g}). {self.last_good}"
         )
 
@@ -347,7 +347,7 @@ class DurableTrainer(Trainer):
         from deepspeed.utils import safe_get_full_fp32_param
 
         master = {}
-        for name, parameter in self.model.named_parameters():  # a tied parameter comes once
+        for name, parameter in self.model.named_parameters():  # yields a tied parameter once
             whole = safe_get_full_fp32_param(parameter)
             if self.args.should_save:
                 master[name] = whole.cpu()
@@ -365,8 +365,8 @@ class DurableTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise RunError(
-                f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. {self.last_good} Make "
-                f"room. {resume_hint()}"
+                f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. {self.last_good} Free "
+                f"disk space. {resume_hint()}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning one model (paper, section 5.1): batches of like length, the best epoch on validation."""
+"""Fine-tuning trainer (paper, section 5.1): batches of similar length, the best epoch on validation."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class LengthGroupedSampler(Sampler[int]):
     batch, seed, epoch), the same for any number of processes and any accumulation.
 
     All features are shuffled, sorted by length within 50 batches, cut into batches, and the batches are shuffled. The
-    remainder that fills no batch is dropped, other features in every epoch.
+    incomplete last batch is dropped: different features in every epoch.
     """
 
     def __init__(self, lengths: list[int], global_batch_size: int, seed: int):
@@ -228,7 +228,7 @@ class FinetuneTrainer(DurableTrainer):
     def scores(self, features: list[dict[str, Any]]) -> np.ndarray:
         """(features, ...): the model's scores, on all ranks, by `token_batches`. Raises `RunError` if not finite."""
         batches = token_batches(list(map(length_of, features)), self.args.per_device_eval_batch_size)
-        # a rank with a batch less computes one of the first batches again: all call the model equally often
+        # a rank with one batch fewer repeats one of the first batches: all ranks call the model equally often
         rank, ranks = self.args.process_index, self.args.world_size
         own = [batches[(turn * ranks + rank) % len(batches)] for turn in range(math.ceil(len(batches) / ranks))]
         computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
@@ -293,5 +293,5 @@ def validation_scores(output_dir: str | Path, needed: tuple[str, ...] = (SCORES,
     folder is damaged, or a file `needed` is missing."""
     folder = Path(output_dir, BEST_NAME)
     if damage := durable.damage(folder, needed):
-        raise InputError(f"{folder} cannot be used: {damage}. Move {output_dir} away to have it run again")
+        raise InputError(f"{folder} cannot be used: {damage}. Move {output_dir} away to repeat the run")
     return np.load(folder / SCORES)

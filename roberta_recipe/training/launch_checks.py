@@ -29,10 +29,10 @@ def check(args: TrainingArguments) -> None:
             raise InputError(f"accelerate is configured to use {what}; start with a file of ds_configs/accelerate")
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend not in ("no", args.torch_compile_backend):
-        raise InputError(f"accelerate has dynamo_backend={backend}: drop it, or set --torch_compile_backend {backend}")
+        raise InputError(f"accelerate has dynamo_backend={backend}: unset it, or set --torch_compile_backend {backend}")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
-        raise InputError(f"{started} processes were started and each trains alone: without a GPU, add --use_cpu")
+        raise InputError(f"{started} processes were started without a process group: without a GPU, add --use_cpu")
     if args.n_gpu > 1:  # `Trainer` would split each micro-batch over them with DataParallel
         raise InputError(
             f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
@@ -41,13 +41,13 @@ def check(args: TrainingArguments) -> None:
     if args.dataloader_num_workers > _WORKERS_PER_CORE * cpu_cores():
         raise InputError(
             f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
-            f"{counted(cpu_cores(), 'core')}; one or two feed a device"
+            f"{counted(cpu_cores(), 'core')}; one or two per device suffice"
         )
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
         raise InputError(
             f"accelerate launch has mixed_precision={launched}, the preset bf16={str(args.bf16).lower()} and "
-            f"fp16={str(args.fp16).lower()}: drop --mixed_precision, or set bf16 or fp16"
+            f"fp16={str(args.fp16).lower()}: remove --mixed_precision, or set bf16 or fp16"
         )
     if args.fp16 and args.device.type == "cpu" and not args.deepspeed_plugin:  # accelerate would train in fp32
         raise InputError("fp16=true: a CPU has no fp16 training; use --fp16 false, with or without --bf16 true")

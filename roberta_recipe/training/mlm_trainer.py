@@ -251,7 +251,7 @@ class MlmTrainer(DurableTrainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        # not the DDP wrapper: its forward would wait for ranks with one batch less
+        # not the DDP wrapper: its forward would wait for ranks with one batch fewer
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -292,7 +292,7 @@ class MlmTrainer(DurableTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
     def _equal_batch_counts(self, dataloader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-        """(batch, whether it counts): under ZeRO 3 a forward gathers weights from all ranks, so that a rank with fewer
+        """(batch, whether it counts): under ZeRO 3 a forward gathers weights from all ranks, so a rank with fewer
         batches adds dummy batches that do not count."""
         own = most = len(dataloader)
         collate = getattr(dataloader, "base_dataloader", dataloader).collate_fn

@@ -94,7 +94,7 @@ def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) ->
     if unknown := optim_args.keys() - declared.arguments.keys():
         takes = ", ".join(declared.arguments) or "none"
         raise TypeError(
-            f"unknown argument {min(unknown)} (valid: {takes}); learning rate, decay, betas and epsilon have own flags"
+            f"unknown argument {min(unknown)} (valid: {takes}); learning rate, decay, betas and epsilon are flags"
         )
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
@@ -139,11 +139,11 @@ def _muon(
 TABLE = {
     "adamw_torch": Optimizer(2),
     "adamw_torch_fused": Optimizer(2),
-    "adafactor": Optimizer(0, breaks_under_zero="the matrices that Adafactor takes rows and columns of"),  # few numbers
+    "adafactor": Optimizer(0, breaks_under_zero="the matrices whose rows and columns Adafactor uses"),  # few numbers
     "sgd": Optimizer(0, {"momentum": float, "dampening": float, "nesterov": bool}),
     "adagrad": Optimizer(1, {"lr_decay": float, "eps": float}),
     "rmsprop": Optimizer(1, {"momentum": float, "alpha": float, "eps": float, "centered": bool}),
-    "lamb": Optimizer(2, {}, _lamb, "You et al. 2020; ALBERT", breaks_under_zero="the tensors whose norms LAMB takes"),
+    "lamb": Optimizer(2, {}, _lamb, "You et al. 2020; ALBERT", breaks_under_zero="the tensors whose norms LAMB uses"),
     "muon": Optimizer(
         2,
         {"lr": float, "weight_decay": float, "momentum": float, "ns_steps": int, "adjust_lr_fn": str},
@@ -172,7 +172,7 @@ def check(args: TrainingArguments) -> None:
     if kwargs and schedule in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
         raise InputError(f"lr_scheduler_kwargs={kwargs}: {where} takes none")
     if schedule is SchedulerType.CONSTANT and args.warmup_steps:
-        raise InputError(f"warmup_steps={args.warmup_steps:g}: {where} has no warm-up; constant_with_warmup has one")
+        raise InputError(f"warmup_steps={args.warmup_steps:g}: {where} has no warm-up; use constant_with_warmup")
     steps = args.max_steps if args.max_steps > 0 else 1000  # a number of epochs: as long as the data
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     try:

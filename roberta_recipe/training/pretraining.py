@@ -66,7 +66,7 @@ def read_arguments(
     filled, resolved = parse([*extra, MlmArguments, MlmTrainingArguments], argv, path, description, without)
     *_, args, training_args = filled
     if args.model_size and (other := value_of(argv, "config") or args.model_name_or_path):
-        raise InputError(f"model_size={args.model_size} is for fresh weights without --config; drop it or {other}")
+        raise InputError(f"model_size={args.model_size} is for fresh weights without --config; remove it or {other}")
     if not args.tokenizer_name and args.model_name_or_path:
         filled[-2] = dataclasses.replace(args, tokenizer_name=args.model_name_or_path)
         resolved["tokenizer_name"] = args.model_name_or_path
@@ -81,7 +81,7 @@ def check_data(args: MlmArguments) -> None:
     if not args.corpus and not args.train_file:
         raise InputError("no text: set train_file, or corpus (a preset in presets/corpus)")
     if not args.train_file and (args.text_column != "text" or args.language != "en"):
-        raise InputError("text_column and language go with train_file; a corpus preset has its own")
+        raise InputError("text_column and language need train_file; a corpus preset has its own")
     if args.shuffle_window > 1 and not args.token_cache:
         raise InputError(f"shuffle_window={args.shuffle_window} (chunks) needs a --token_cache; without one, 0 or 1")
     if args.max_seq_length < 8:
@@ -94,7 +94,7 @@ def check_data(args: MlmArguments) -> None:
             "than 1 together; the paper has 0.8 and 0.1"
         )
     if args.mask_count == "exact" and args.masking_unit in (*mask_units.LENGTHS, *phrases.UNITS):
-        raise InputError(f"mask_count=exact goes with masking_unit=token or whole_word, not {args.masking_unit}")
+        raise InputError(f"mask_count=exact needs masking_unit=token or whole_word, not {args.masking_unit}")
     limits = ("max_train_samples", "max_eval_samples", "max_train_minutes", "pad_vocab_to_multiple_of")
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
@@ -115,7 +115,7 @@ def _check_objectives(args: MlmArguments) -> None:
             raise InputError(f"objective {name} has no labels: declare labels_of_mask, or 'FORMAT {name}' in PACKERS")
         for flag, valid in {"masking_unit": table[name].masking_units, "input_format": packed_formats(name)}.items():
             if valid and getattr(args, flag) not in valid:
-                raise InputError(f"objective {name} goes with {flag}={' or '.join(valid)}, not {getattr(args, flag)}")
+                raise InputError(f"objective {name} needs {flag}={' or '.join(valid)}, not {getattr(args, flag)}")
 
 
 def packed_formats(objective: str) -> list[str]:
@@ -187,7 +187,7 @@ def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:
         fingerprint = tokenization.tokenizer_fingerprint
         if checkpoint and fingerprint(tokenizer) != fingerprint(checkpoint_tokenizer(checkpoint)):
             logger.warning(
-                f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: its ids "
+                f"tokenizer_name={name!r} differs from the tokenizer of model_name_or_path={checkpoint!r}: ids would "
                 "mean other tokens than in training; leave --tokenizer_name out"
             )
     return tokenizer
@@ -199,8 +199,8 @@ def checkpoint_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
         return tokenization.load_tokenizer(checkpoint)
     except InputError as error:
         raise InputError(
-            f"model_name_or_path={checkpoint!r} has no tokenizer of its own for a masked LM; name the one of its "
-            f"training: --tokenizer_name NAME ({error})"
+            f"model_name_or_path={checkpoint!r} has no tokenizer for a masked LM; name the one that it was "
+            f"trained with: --tokenizer_name NAME ({error})"
         ) from None
 
 
@@ -403,7 +403,7 @@ def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[
         error = source["loss_error"]
         print(
             f"    {name:<16} {with_error(source['loss'], error)} nats, "
-            f"{shown} {perplexity_with_error(source['perplexity'], error)}; unigram entropy of its own text "
+            f"{shown} {perplexity_with_error(source['perplexity'], error)}; unigram entropy of this text "
             f"{source['unigram_entropy']:.3f}; {counted(source['blocks'], 'block')} in "
             f"{counted(source['documents'], 'document')}, {source['tokens']:,} tokens"
         )

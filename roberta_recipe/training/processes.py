@@ -66,7 +66,7 @@ def first_process_first(args: TrainingArguments) -> Iterator[None]:
         yield
     except Exception:
         if is_first:
-            _wait(group)  # the others fail alike; a signal ends this process at once
+            _wait(group)  # the other ranks fail in the same way; a signal ends this process at once
         raise
     if is_first:
         _wait(group)

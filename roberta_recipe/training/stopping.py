@@ -46,7 +46,7 @@ MAX_REWINDS = 3  # from the same checkpoint
 class Stopping(TrainerCallback):
     """Stops training early, at the same step on all ranks: with a checkpoint on SIGNALS and after `minutes`;
     without one if the loss is not finite, and at a loss spike (`is_spike` with `deviations`). A second Ctrl-C ends the
-    process at once. `trainer` is set by the trainer. At the end of a step, the trainer's losses (`step_losses`) are
+    process immediately. `trainer` is set by the trainer. At the end of a step, the trainer's losses (`step_losses`) are
     summed over ranks together with the other figures, and added to the logged mean (`count_step`)."""
 
     trainer: "DurableTrainer"
@@ -72,7 +72,7 @@ class Stopping(TrainerCallback):
             yield
         except KeyboardInterrupt:  # a second Ctrl-C
             step = self.trainer.state.global_step + 1
-            raise Stopped(f"ended at once, in step {step:,}. {self.trainer.last_good} {resume_hint()}") from None
+            raise Stopped(f"ended immediately, in step {step:,}. {self.trainer.last_good} {resume_hint()}") from None
         except Exception as error:
             if (explained := explain(self.trainer, error)) is None:
                 raise
@@ -85,9 +85,9 @@ class Stopping(TrainerCallback):
         now_s, is_first, self.signaled_by = time.monotonic(), self.signaled_by is None, SIGNALS[number]
         is_interrupt = number == signal.SIGINT
         if is_first and is_first_process():  # `logging` takes locks, which a signal handler must not wait for
-            again = "; Ctrl-C again ends at once" * is_interrupt
+            again = "; Ctrl-C again ends immediately" * is_interrupt
             with contextlib.suppress(OSError):  # the same Ctrl-C ended `| tee`
-                os.write(2, f"\n{self.signaled_by}: this step is finished and saved first{again}\n".encode())
+                os.write(2, f"\n{self.signaled_by}: finishing and saving this step first{again}\n".encode())
         if not is_interrupt:
             return
         if self._interrupted_s is None:
@@ -106,7 +106,7 @@ class Stopping(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         trainer, losses, share = self.trainer, self.trainer.step_losses(), 0.0
-        if self.minutes and args.process_index == 0:  # by the clock of rank 0
+        if self.minutes and args.process_index == 0:  # rank 0's clock decides
             share = (time.monotonic() - self._begun_s) / (60 * self.minutes)
         figures = [losses.new_tensor(share), (~torch.isfinite(losses)).any().float(), losses.sum()]
         summed = trainer.sum_over_processes(torch.cat([self._signals(), torch.stack(figures)]))
@@ -210,8 +210,8 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
         return RunError(
-            f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or warm up "
-            f"longer in another output_dir, or move newer checkpoints away to go back further. {trainer.last_good}"
+            f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or use a "
+            f"longer warm-up in a new output_dir, or move newer checkpoints away to rewind further. {trainer.last_good}"
         )
     blocks = trainer.last_blocks(STEPS_OF_SPIKE)
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}

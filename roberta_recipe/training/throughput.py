@@ -58,7 +58,7 @@ class Throughput(TrainerCallback):
         precision, device = attention.precision(args), args.device
         self.matrix_rate = _probe(device, _DTYPES[precision], at_end=False)
         if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # which the probe has raised
+            torch.cuda.reset_peak_memory_stats()  # the probe has raised it
         threads = counted(torch.get_num_threads(), "thread")
         where = torch.cuda.get_device_name() if device.type == "cuda" else threads
         logger.info(f"Machine     {where}: {self.matrix_rate / 1e9:,.0f} GFLOP/s in {precision}")
@@ -69,7 +69,7 @@ class Throughput(TrainerCallback):
 
     @contextlib.contextmanager
     def timing(self, what: Literal["excluded", "waited"]) -> Iterator[None]:
-        """Context for work that is not training, whose time is not counted, or of a wait for data (`data_wait`)."""
+        """Context for non-training work ("excluded" from the time) or for a wait for data ("waited": `data_wait`)."""
         start_s = time.monotonic()
         yield
         self._seconds[what] += time.monotonic() - start_s
