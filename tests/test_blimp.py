@@ -173,7 +173,7 @@ def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
 
 
 def test_bad_pairs(tmp_path, data_dir):
-    with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
+    with pytest.raises(InputError, match=r"absent has no \*.jsonl"):
         blimp.read(str(tmp_path / "absent"))
     with pytest.raises(InputError, match="pairs=0 must be at least 1"):
         blimp.read(str(data_dir), 0)
@@ -300,7 +300,7 @@ def test_a_run_is_the_same_run_with_and_without(preset, config, data_dir, tmp_pa
 
 def test_bad_pairs_are_refused_before_training(preset, data_dir, monkeypatch, tmp_path):
     monkeypatch.setattr(MlmTrainer, "train", lambda *a, **k: pytest.fail("it trained"))
-    with pytest.raises(InputError, match=r"absent holds no \*.jsonl"):
+    with pytest.raises(InputError, match=r"absent has no \*.jsonl"):
         train_mlm.main(["--config", preset, "--blimp_dir", str(tmp_path / "absent")])
     (row,) = blimp_rows("passive_1", 1)
     (data_dir / "passive_1.jsonl").write_text(json.dumps(row | {"sentence_good": "word " * 200}))

@@ -162,7 +162,7 @@ BAD = {
     "columns": (["a O", "b"], {}, "t.conll, line 2: 'b' is not 2 columns"),
     "columns of a sentence": (["a O", "", "b x O"], {}, "t.conll, line 3: 'b x O' is not 2 columns"),
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
-    "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is no entity tag, the others are: write B-"),
+    "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is not an entity tag, the others are: write B"),
     "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: keep words and tags "),
     "CoNLL-U": (["1-2\tzum\t_", "1\tzu\tADP", "2\tdem\tDET"], {}, "t.conll: column 1 is a counter"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),

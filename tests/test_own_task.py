@@ -186,10 +186,10 @@ OK = "text,label\na,x\nb,y\n"
 BAD = {
     "columns": ("t.csv", "review,stars\na,1\n", [], r"t.csv has no column 'text', but 'review', 'stars': name its"),
     "no text": ("t.csv", "text,label\na,x\n ,y\n", [], "t.csv, row 2: text is ' ', not text; correct or remove"),
-    "no label": ("t.csv", "text,label\na,x\nb,\n", [], "row 2: label is '', which means no label: remove"),
+    "no label": ("t.csv", "text,label\na,x\nb,\n", [], "row 2: label is '', which means a missing label: remove"),
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
     "word among scores": ("t.csv", "text,label\na,0.5\nb,x\n", [], "row 2: label is 'x', not a number like '0.5'"),
-    "NA": ("t.csv", "text,label\na,x\nb,y\nc,N/A\n", [], "row 3: label is 'N/A', which means no label"),
+    "NA": ("t.csv", "text,label\na,x\nb,y\nc,N/A\n", [], "row 3: label is 'N/A', which means a missing label"),
     "blank": ("t.csv", "text,label\na,x\nb,x \n", [], "t.csv, row 2: label is 'x ', with blanks around it; remove"),
     "list as text": ("t.csv", "text,label\na,x\nb,['x']\n", [], "row 2: label is .*, and lists of labels need JSON"),
     "decimal comma": ("t.tsv", "text\tlabel\na\t1\nb\t1,5\n", [], "label is '1,5': write 1.5 for a decimal comma"),
@@ -203,13 +203,13 @@ BAD = {
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
     "list and word": (
         "t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [],
-        "t.jsonl, row 2: label is 'x', no list of words",
+        "t.jsonl, row 2: label is 'x', not a list of words",
     ),
     "empty lists": ("t.jsonl", '{"text": "a", "label": []}\n' * 9, [], r"label is \[\] in all 9 rows; name another"),
     **{
         f"{value} in a list": (
             "t.jsonl", f'{{"text": "a", "label": ["x"]}}\n{{"text": "b", "label": [{value}]}}\n', [],
-            r"t.jsonl, row 2: label is \[.*\], no list of words or whole numbers",
+            r"t.jsonl, row 2: label is \[.*\], not a list of words or whole numbers",
         ) for value in ("null", "true", "0.5", '""', '"x "', '["x"]')
     },
     "lists of 0 and 1": ("t.jsonl", '{"text": "a", "label": [0, 1]}\n' * 9, [], "label has lists of 0 and 1: name the"),

@@ -55,5 +55,5 @@ def test_the_metric_loads_from_its_path(root):
         predictions=[{"id": "x", "prediction_text": "a boat"}], references=[{"id": "x", "answers": ["the boat", "sea"]}]
     )
     assert found == {"exact_match": 100.0, "f1": 100.0}
-    with pytest.raises(KeyError, match="'3' is no version of SQuAD"):
+    with pytest.raises(KeyError, match="'3' is not a version of SQuAD"):
         Squad("3")

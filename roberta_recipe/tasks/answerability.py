@@ -1,4 +1,4 @@
-"""SQuAD 2.0's answerability classifier beside the span head (paper, section 5.2).
+"""SQuAD 2.0's answerability classifier, in addition to the span head (paper, section 5.2).
 
 The model is the stock question-answering class with one more module, `answerability`; the stock class ignores its
 weights in a checkpoint.

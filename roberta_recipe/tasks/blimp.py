@@ -25,7 +25,7 @@ from roberta_recipe.tasks import pseudo_likelihood
 HUB_ID = "nyu-mll/blimp"
 PAIRS = 1000  # in each official paradigm
 PAIRS_WHILE_TRAINING = 100  # per paradigm: a standard error of 0.5 points of the mean over paradigms
-TIE_NATS = 1e-4  # a tie, which counts half: closer scores differ by fp32 rounding only
+TIE_NATS = 1e-4  # closer scores are a tie, which counts half: they differ by fp32 rounding only
 
 # The paper's 12 phenomena (table 2 there). The files' 13th term, `s-selection`, is argument structure.
 PARADIGMS: dict[str, tuple[str, ...]] = {
@@ -114,7 +114,7 @@ def _folder_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
         raise InputError(
-            f"{folder} holds no *.jsonl: name the folder with BLiMP's files, one a paradigm (github.com/alexwarstadt/"
+            f"{folder} has no *.jsonl: name the folder of BLiMP's files, one per paradigm (github.com/alexwarstadt/"
             f"blimp, data/), or leave it out to load {HUB_ID} from the Hub"
         )
     for path in paths:
@@ -186,8 +186,8 @@ def trainer_metric(trainer: Any, pairs: Pairs, tokenizer: PreTrainedTokenizerBas
     """{"blimp": mean over paradigms, 0 to 1} of a trainer's model in evaluation mode; called in all processes, which
     share the sentences.
 
-    In fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. Under DeepSpeed in the run's
-    precision.
+    Scores are in fp32, as bf16 makes ties: the class's forward bypasses accelerate's autocast. DeepSpeed keeps the
+    run's precision.
     """
     model = trainer.model
     plain = functools.partial(type(model).forward, model)

@@ -16,7 +16,7 @@ from roberta_recipe.tasks.glue_scores import GLUE_METRICS
 from roberta_recipe.tasks.summaries import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
-SWEEP_FOLDER = "sweep"  # of the paper's grid, below a task's output_dir
+SWEEP_FOLDER = "sweep"  # for the paper's grid, in a task's output_dir
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1", "micro_f1": "f1"}  # the Hub's names
 _SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:g}, 1 for {:g}."
 
@@ -206,7 +206,7 @@ def _label(task: Task, text: str, where: str) -> int | float:
         return task.labels.index(text)
     if not task.labels and is_score(text):
         return float(text)
-    raise InputError(f"{where}: label {text!r} is none of {', '.join(task.labels) or 'the scores from 0 to 5'}")
+    raise InputError(f"{where}: label {text!r} is not one of {', '.join(task.labels) or 'the scores from 0 to 5'}")
 
 
 def duplicates(train: Examples, validation: Examples) -> dict[str, int]:

@@ -17,7 +17,7 @@ class Glue(evaluate.Metric):
 
     def _info(self):
         if self.config_name not in GLUE_METRICS:
-            raise KeyError(f"{self.config_name!r} is no task of GLUE: {', '.join(GLUE_METRICS)}")
+            raise KeyError(f"{self.config_name!r} is not a task of GLUE: {', '.join(GLUE_METRICS)}")
         value = datasets.Value("float64" if self.config_name == "stsb" else "int64")
         return evaluate.MetricInfo(
             description=__doc__,

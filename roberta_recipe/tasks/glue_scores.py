@@ -17,19 +17,19 @@ GLUE_METRICS = {
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Share of right predictions (examples,)."""
+    """Share of correct predictions (examples,)."""
     return float((predictions == references).mean())
 
 
 def f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Harmonic mean of precision and recall of class 1; 0 where neither side has any (as scikit-learn)."""
+    """Harmonic mean of precision and recall of class 1; 0 if neither side has class 1 (as scikit-learn)."""
     hits = int(((predictions == 1) & (references == 1)).sum())
     total = int((predictions == 1).sum() + (references == 1).sum())
     return 2 * hits / total if total else 0.0
 
 
 def macro_f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Mean F1 over the classes of either side, or over the columns of (examples, classes) (as scikit-learn)."""
+    """Mean F1 over the classes in either side, or over the columns of (examples, classes) (as scikit-learn)."""
     if predictions.ndim == 2:
         return float(np.mean([f1(*columns) for columns in zip(predictions.T, references.T, strict=True)]))
     classes = np.union1d(predictions, references)

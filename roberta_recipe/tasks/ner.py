@@ -38,7 +38,7 @@ class Sentence:
 
 def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
-    tabs where all lines have one, else by tabs and blanks. Comments at the head of a sentence are skipped: "# " with
+    tabs where all lines have one, else by tabs and blanks. Comments before a sentence are skipped: lines of "# " with
     another number of columns or, if no tab separates them, with "="."""
     if Path(path).suffix.lower() == ".csv":
         raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
@@ -95,7 +95,7 @@ def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: 
         raise InputError(f"{where}: tags are numbers: write their names, or Parquet with their names (ClassLabel)")
     odd = sorted((tag for tag in first if not ENTITY_TAG.match(tag)), key=first.get)
     if odd and {*first} - {*odd, "O"}:
-        said = f"{odd[0]!r} is no entity tag, the others are: write B-PER, I-PER or O"
+        said = f"{odd[0]!r} is not an entity tag, the others are: write B-PER, I-PER or O"
         raise InputError(f"{where}, sentence {first[odd[0]]}: {said}")
     return sentences
 

@@ -25,7 +25,7 @@ _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("senten
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
 
-# flag: it has an effect only beside one of these
+# flag -> it has an effect only with one of these
 GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
 GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
 
@@ -57,7 +57,7 @@ class OwnTaskArguments(OwnFileArguments):
 
 
 def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
-    """The task with its rows; labels are the sorted ones of training. Raises `InputError` with file, row and value."""
+    """The task with its rows; labels are the sorted training labels. Raises `InputError` with file, row and value."""
     tables = read_tables(args, read_table, do_predict)
     columns, label = _columns(args, tables), args.label_column
     where, rows = tables["train"]
@@ -129,7 +129,7 @@ def _of_hub(args: OwnFileArguments, splits: Sequence[str]) -> dict[str, tuple[st
     config = [args.dataset_config_name] if args.dataset_config_name else []
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
-        raise InputError(f"dataset_name={args.dataset_name} has no split train, but {', '.join(dataset)}")
+        raise InputError(f"dataset_name={args.dataset_name} has no train split, but {', '.join(dataset)}")
     found = {split: dataset[split] for split in splits if split in dataset}
     rows = {split: _name_classes(table.to_list(), table.features.to_dict()) for split, table in found.items()}
     return {split: (f"{args.dataset_name}, {split}", of_split) for split, of_split in rows.items()}
@@ -253,11 +253,11 @@ def _fault(value: Any, has_lists: bool) -> str:
     """The fault of a label, for the error message; empty for a good one."""
     if has_lists:
         is_good = isinstance(value, list) and all(map(is_label, value))
-        return "" if is_good else "no list of words or whole numbers (other rows have lists)"
+        return "" if is_good else "not a list of words or whole numbers (other rows have lists)"
     if not isinstance(value, str | int | float | None):
         return "and a row has a single label, a word or a number"
     if isinstance(number := _number(value), float):
-        return "" if math.isfinite(number) else "which means no label: remove the row, or rename the class"
+        return "" if math.isfinite(number) else "which means a missing label: remove the row, or rename the class"
     if str(value) != str(value).strip():
         return "with blanks around it; remove them"
     return "and lists of labels need JSON lines or Parquet" if re.fullmatch(r"(?s)\[.*\]", str(value)) else ""

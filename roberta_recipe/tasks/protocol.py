@@ -34,7 +34,7 @@ Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
 @dataclass
 class Job:
-    """A task for the protocol. Scores: the model outputs that `loss_sum` returns beside the loss, (features of a split,
+    """A task for the protocol. Scores: the model outputs that `loss_sum` returns with the loss, (features of a split,
     ...). Metrics: the values of `measure`."""
 
     name: str  # in the records
@@ -54,7 +54,7 @@ class Job:
     baseline: records.Baseline | None  # the same answer to every example
     found: dict[str, Any]  # counts for the records
     inputs: dict[str, Any]  # `inputs_fingerprint`
-    test_hash: str = ""  # hash of the test set: stored scores of another are ignored
+    test_hash: str = ""  # hash of the test set: stored scores of other test sets are ignored
 
     def about(self, *filled: Any) -> dict[str, Any]:
         """The fields that run records and the summary share; `filled`: argument dataclasses."""
@@ -63,10 +63,10 @@ class Job:
 
 
 def read_arguments(cls: type, argv: list[str], default: str, description: str) -> tuple[Arguments, dict[str, Any]]:
-    """(arguments, of the script's `cls` and of training; resolved preset). Its max_seq_length fits the model."""
+    """((script's `cls`, training arguments), resolved preset), with max_seq_length at most the model's."""
     (args, training_args), resolved = parse([cls, FinetuneTrainingArguments], argv, default, description=description)
     if "seed" in names_in(argv) and args.seeds != [training_args.seed]:
-        raise InputError(f"seed={training_args.seed} has no effect beside seeds; use --seeds {training_args.seed}")
+        raise InputError(f"seed={training_args.seed} has no effect with seeds; use --seeds {training_args.seed}")
     with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
         longest = weights.max_positions(weights.read_config(args.model_name_or_path))
         if longest and longest < args.max_seq_length and "max_seq_length" not in names_in(argv):
@@ -158,7 +158,7 @@ def run_all(
     if not job.features["train"]:
         raise InputError(f"{job.name}: no training example is left: {job.found['features']}")
     if (other := runs[0].output_dir.parent / records.RECORD_NAME).is_file():
-        raise InputError(f"output_dir={other.parent} is the folder of another run, of which it has {other.name}")
+        raise InputError(f"output_dir={other.parent} is the folder of another run: it has {other.name}")
     if is_first_process():
         durable.make_folder(folder := runs[0].output_dir.parent)
         durable.lock(folder)
@@ -325,7 +325,7 @@ def finish(
             summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, labelled, job.measure, job.metric)
         best = Path(picked["best_run"])
         if args.keep == "best" and not (best / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file():
-            logger.warning(f"Weights     {best} has none any more: move it away to train it again")
+            logger.warning(f"Weights     {best} has none: move it away to train it again")
         else:
             drop_weights(args.keep, runs, [picked["best_run"]])
         if durable.damage(best / records.BEST_NAME, (finetune_trainer.SCORES,)) is None:
@@ -340,7 +340,7 @@ def is_finished(run: Run) -> bool:
 
 
 def finished(run: Run, fingerprint: dict[str, Any]) -> records.FinetuneRecord | None:
-    """The record of a finished run; None for one to start or resume. Raises `InputError` if its settings are others."""
+    """The record of a finished run; None for one to start or resume. Raises `InputError` if its settings differ."""
     if not is_finished(run):
         return None
     advice = f"move {run.output_dir} away to run it again"

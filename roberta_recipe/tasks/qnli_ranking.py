@@ -60,7 +60,7 @@ def ranking_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
 
 
 def rank(scores: np.ndarray, questions: list[str], threshold: float) -> np.ndarray:
-    """(pairs,) classes: each question's best pair is positive; an only pair, if its score is above `threshold`."""
+    """(pairs,) classes: each question's best pair is positive; a single pair, if its score is above `threshold`."""
     best: dict[str, int] = {}
     counts = Counter(questions)
     for number, question in enumerate(questions):

@@ -29,7 +29,7 @@ LETTERS = "ABCD"
 
 @dataclass(frozen=True)
 class RaceExample:
-    """A question with its article and options; `answer` is the index of the right option."""
+    """A question with its article and options; `answer` is the index of the correct option."""
 
     id: str  # file and question number
     level: str

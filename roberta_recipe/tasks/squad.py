@@ -159,7 +159,7 @@ def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None
     """First and last token of the shortest run that covers an answer; None if the window does not contain all of it."""
     start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
-    if not len(tokens):  # nothing but spaces
+    if not len(tokens):  # only spaces
         return None
     starts, ends = offsets[tokens, 0], offsets[tokens, 1]
     first, last = np.searchsorted(ends, start, "right"), np.searchsorted(starts, end, "left") - 1

@@ -21,7 +21,7 @@ class Squad(evaluate.Metric):
 
     def _info(self):
         if self.config_name not in VERSIONS:
-            raise KeyError(f"{self.config_name!r} is no version of SQuAD: {', '.join(VERSIONS)}")
+            raise KeyError(f"{self.config_name!r} is not a version of SQuAD: {', '.join(VERSIONS)}")
         prediction = {"id": datasets.Value("string"), "prediction_text": datasets.Value("string")}
         if self.config_name == "2.0":
             prediction["no_answer_probability"] = datasets.Value("float64")

@@ -55,7 +55,7 @@ def read_wsc(path: str | Path) -> list[Schema]:
     schemas = [_schema(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if absent := [schema.where for schema in schemas if not _pattern(schema.query).search(schema.text)]:
         logger.warning(
-            f"{len(absent)} queries do not occur verbatim in their text, and are used anyway: {absent[0]}, ..."
+            f"{len(absent)} queries do not occur verbatim in their text; they are used anyway: {absent[0]}, ..."
         )
     return schemas
 
@@ -73,7 +73,7 @@ def _schema(line: str, where: str) -> Schema:
         for near in (index + shift for shift in _NEAR):
             if 0 <= near < len(starts) and (found := pattern.match(text, starts[near])):
                 return Schema(row["idx"], text, *found.span("span"), query, label, where)
-        raise InputError(f"{where}: span2_text {pronoun!r} is not at word {index} (or two beside it) of {text!r}")
+        raise InputError(f"{where}: span2_text {pronoun!r} is not at word {index} (or within two of it) of {text!r}")
 
 
 def _pattern(span: str) -> re.Pattern:
@@ -167,7 +167,7 @@ def build_features(
 
 
 def training_features(features: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The training features, positive and with another candidate than the query, and counts of the others."""
+    """The training features: positive rows with a candidate other than the query; and counts of the other rows."""
     usable, left_out = [], Counter()
     for row in features:
         if row["label"] != 1:
