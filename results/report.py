@@ -210,7 +210,7 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
             f"{source} has no {CURVE_NAME}: copy it too, or move {RECORD_NAME} away and start the run again"
         )
     if BLIMP_NAME in records and blimp_table.is_stale(records[BLIMP_NAME], source):
-        raise InputError(f"{source / BLIMP_NAME} is of other weights: run make blimp again, or move it away")
+        raise InputError(f"{source / BLIMP_NAME} scores other weights: run make blimp again, or move it away")
     target.mkdir(parents=True, exist_ok=True)
     for file, values in records.items():
         durable.write_json(target / file, portable(values))

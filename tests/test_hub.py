@@ -204,7 +204,7 @@ def test_what_is_of_other_weights_is_not_published(server, preset, tmp_path, cap
     train(preset, *saving, "--max_steps", "6", "--resume_despite_changes", "true")
     published = hub.prepare("me/small", run)
     assert "77.7" not in (published / "README.md").read_text() and not (published / "blimp.json").exists()
-    assert "blimp.json is of other weights, so it is not published: run make blimp again" in capsys.readouterr().err
+    assert "blimp.json scores other weights and is not published: run make blimp again" in capsys.readouterr().err
     (run / "run_record.json").write_bytes(before)
     with pytest.raises(InputError, match=r"run has newer weights than its run_record.json: finish its run first"):
         push_tool.main(["--model", str(run), "--repo", "me/small"])
@@ -328,7 +328,7 @@ def test_what_the_hub_refuses_is_said_before_anything_is_trained(server, preset,
     with pytest.raises(InputError, match="the Hub refuses you/theirs"):
         train(preset, *push, "you/theirs")
     server.repositories["me/taken"] = {"main": {"model.safetensors": b"of somebody", "config.json": b"{}"}}
-    with pytest.raises(InputError, match=r"me/taken contains.*2 files of something else"):
+    with pytest.raises(InputError, match=r"me/taken contains.*2 unrelated files"):
         train(preset, *push, "me/taken")
     for token, message in (("hf_wrongSecret", "401: Invalid user.*with write access"), ("", "the Hub refuses"),
                            ("hf_Sécret", "contains invalid characters")):  # fmt: skip
@@ -367,7 +367,7 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     server.repositories["me/small"]["main"]["vocab.txt"] = b"of another model"
     train(preset, "--learning_rate", "1e-2")
     model = ["--model", str(tmp_path / "run"), "--repo", "me/small"]
-    with pytest.raises(InputError, match="files of something else"):
+    with pytest.raises(InputError, match="unrelated files"):
         push_tool.main(model)
     push_tool.main([*model, "--replace"])
     preset_there = yaml.safe_load(server.repositories["me/small"]["main"]["preset.yaml"])
@@ -415,7 +415,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     assert head["pipeline_tag"] == "text-classification"
     assert weights.content_hash(model_dir) == durable.read_sealed(best / "run_record.json")["fingerprint"]["weights"]
     (tmp_path / "rte" / "run_record.json").write_text("{}")
-    with pytest.raises(InputError, match=r"output_dir=.*rte is the folder of another run, of which it has run_record"):
+    with pytest.raises(InputError, match=r"output_dir=.*rte is the folder of another run: it has run_record"):
         finetune_glue.main(argv)
     with pytest.raises(InputError, match="keep=none leaves no weights to push"):
         finetune_glue.main([*argv, "--keep", "none"])

@@ -227,7 +227,7 @@ def test_blimp_without_a_control_and_of_an_earlier_run(ledger, tmp_path):
     assert "BLiMP 70.0" in report(ledger, tmp_path, "--add", run)
     assert "/home/me" not in (results / "mini" / "run_record.json").read_text()
     (run / "model.safetensors").write_bytes(b"trained again")
-    with pytest.raises(InputError, match=r"blimp.json is of other weights: run make blimp again"):
+    with pytest.raises(InputError, match=r"blimp.json scores other weights: run make blimp again"):
         ledger.add(results, run, None)
     (run / "blimp.json").unlink()
     assert "BLiMP 70.0" not in report(ledger, tmp_path, "--add", run)

@@ -1,4 +1,4 @@
-"""Table of BLiMP scores beside published ones (Warstadt et al. 2020, arXiv 1912.00582)."""
+"""Table of BLiMP scores with published ones for comparison (Warstadt et al. 2020, arXiv 1912.00582)."""
 
 import statistics
 from pathlib import Path

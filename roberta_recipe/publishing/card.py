@@ -97,7 +97,7 @@ def fine_tuned(
 
 
 def announced(repo: str, **metadata: Any) -> ModelCard:
-    """The card of a run in training."""
+    """The placeholder card of a run in training."""
     data = ModelCardData(library_name="transformers", **metadata)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
 

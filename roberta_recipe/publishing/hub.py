@@ -95,7 +95,7 @@ class Publisher:
         self._start(folder, message, allow_patterns=[*_MODEL], ignore_patterns=["*/*"])
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             target = _LAST if self.strategy == HubStrategy.CHECKPOINT else folder.name
-            # DeepSpeed's files have names of their step
+            # the names of DeepSpeed's files contain the step
             self._start(folder, f"{message}, checkpoint", path_in_repo=target, delete_patterns="*")
 
     def is_pushing(self) -> bool:
@@ -199,7 +199,7 @@ def open_repo(
         ours = _run_id_in(api, repo, revision) == own_id
         if files - _MADE_BY_HUB and not ours and not replace:
             raise InputError(
-                f"{repo} contains {len(files)} files of something else; name another repository or a new branch of it "
+                f"{repo} contains {len(files)} unrelated files; name another repository or a new branch of it "
                 '(--hub_revision), or push the finished run with make push ... ARGS="--replace"'
             )
         return ours
@@ -277,7 +277,7 @@ def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: A
         blimp = model / records.BLIMP_NAME
         scored = records.read_record(blimp, ("scores",), "run make blimp again") if blimp.is_file() else None
         if scored and blimp_table.is_stale(scored, model):
-            logger.warning(f"Hub         {blimp} is of other weights, so it is not published: run make blimp again")
+            logger.warning(f"Hub         {blimp} scores other weights and is not published: run make blimp again")
             scored = None
         readme = card.pretrained(repo, config, record, summaries, blimp_record=scored, **metadata)
     published = Path(tempfile.mkdtemp(dir=_staging().name))
@@ -305,5 +305,5 @@ def _summary_of(folder: Path, model: Path) -> records.Summary:
 
 @functools.cache
 def _staging() -> tempfile.TemporaryDirectory:
-    """The process's folder for what it publishes, deleted at exit."""
+    """The process's temporary folder for uploads, deleted at exit."""
     return tempfile.TemporaryDirectory(prefix="published-")
