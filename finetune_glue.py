@@ -10,9 +10,9 @@ epoch on validation.
     accelerate launch finetune_glue.py --task_name rte --model_name_or_path runs/mine --data_dir glue
     accelerate launch finetune_glue.py --train_file my.csv --text_column review --label_column stars
 
-Any checkpoint that AutoModelForSequenceClassification loads. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
+Takes any AutoModelForSequenceClassification checkpoint. Data come from the Hub (nyu-mll/glue) or from `data_dir`,
 the official TSV files. The same command resumes. Presets (presets/glue, by task) name the source of each value; any
-flag overrides it. The row of Table 5: `python tools/glue_table.py`.
+flag overrides it. `tools/glue_table.py` prints the row of Table 5.
 """
 
 import dataclasses
@@ -62,9 +62,9 @@ class GlueArguments(own_task.OwnTaskArguments):
     )  # fmt: skip
     replaces: ClassVar[Pairs] = (("train_file", "task_name"), ("dataset_name", "task_name"))
 
-    task_name: str | None = setting(None, f"One of {', '.join(TASKS)}; else a name for your task.", "fixed")
+    task_name: str | None = setting(None, f"One of {', '.join(TASKS)}, or a name for your own task.", "fixed")
     data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")
-    other_rows: bool = setting(False, "Take data whose number of rows is not GLUE's.", "free", shown=True)
+    other_rows: bool = setting(False, "Accept data with row counts other than GLUE's.", "free", shown=True)
     sweep: bool = setting(False, "Table 10's grid: 3 learning rates x 2 batches, 10 epochs, all seeds.", "free")
     predict_with: Literal["best", "ensemble"] = setting(
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds.", "free"
@@ -74,7 +74,7 @@ class GlueArguments(own_task.OwnTaskArguments):
     )
     wsc_dir: str | None = setting(None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, ...).", "content")
     wsc_loss: Literal["margin", "cross_entropy"] = setting(
-        "cross_entropy", "WNLI: the paper's margin ranking loss, or what fairseq found better.", "fixed", shown="wnli"
+        "cross_entropy", "WNLI: the paper's margin loss, or cross-entropy (better in fairseq).", "fixed", shown="wnli"
     )
     spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's parser, a package or a folder.", "fixed")
 
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> Summary:
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, preset, sweep_flags)
 
-    # 5. Median and spread over seeds, beside the paper's if it has the task.
+    # 5. Median and spread over seeds, with the paper's if it has the task.
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> Summary:
 def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.FinetuneTrainingArguments], dict]:
     (args, training_args), resolved = protocol.read_arguments(GlueArguments, argv, default_preset(argv), __doc__)
     if args.sweep and (given := sorted(names_in(argv) & set(SET_BY_SWEEP))):
-        raise InputError(f"--{given[0]} has no effect beside --sweep, whose grid sets it: leave one of them out")
+        raise InputError(f"--{given[0]} has no effect with --sweep, which sets it from its grid: leave one of them out")
     return (args, training_args), resolved
 
 
@@ -159,7 +159,7 @@ def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:
         return own_task.read_task(args, do_predict)
     if args.task_name not in TASKS:
         known = f"{', '.join(TASKS)} (ax goes with mnli)"
-        raise InputError(f"task_name={args.task_name} is none of GLUE's: {known}; for your own task, name a train_file")
+        raise InputError(f"task_name={args.task_name} is not a GLUE task: {known}; for your own, name a train_file")
     return TASKS[args.task_name]
 
 
@@ -179,7 +179,7 @@ def check_arguments(args: GlueArguments, training_args: protocol.FinetuneTrainin
 
 
 def read_data(args: GlueArguments, training_args, task: glue.Task) -> dict[str, glue.Examples]:
-    """Training and validation examples; with `do_predict` the test sets too, and the diagnostic set beside MNLI's."""
+    """Training and validation examples; with `do_predict` also the test sets, and for MNLI the diagnostic set."""
     kinds = ("train", "validation", "test") if training_args.do_predict else ("train", "validation")
     data = {}
     for split in (split for kind in kinds for split in task.splits_of(kind)):
@@ -200,7 +200,7 @@ def read_split(args: GlueArguments, task: glue.Task, name: str, split: str) -> g
     _, rows = task.splits[split]
     if rows is not None and len(examples) != rows and not args.other_rows:
         raise InputError(
-            f"{name}, {split}: {counted(len(examples), 'row')}, and GLUE's has {rows:,}; for other data, "
+            f"{name}, {split}: {counted(len(examples), 'row')}, but GLUE's has {rows:,}; for other data, "
             "--other_rows true"
         )
     return examples
@@ -411,7 +411,7 @@ def announce(
 
 
 def job_of(args: GlueArguments, task: glue.Task, data, form: TaskParts, tokenizer, found: dict) -> protocol.Job:
-    """The task for the protocol."""
+    """The task as a `Job` of the protocol."""
     validation = task.splits_of("validation")
     labels = {split: data[split].labels for split in validation}
     names = [split for split in data if split.startswith(("test", "ax"))]

@@ -8,7 +8,7 @@
     accelerate launch finetune_ner.py --train_file train.conll --validation_file dev.conll     # or: make ner DATA=...
     accelerate launch finetune_ner.py --dataset_name unimelb-nlp/wikiann --dataset_config_name en
 
-Any checkpoint that AutoModelForTokenClassification loads, with a fast tokenizer. A CoNLL file has a word per line, its
+Takes any AutoModelForTokenClassification checkpoint with a fast tokenizer. A CoNLL file has a word per line, its
 tag in the last column, and a blank line between sentences; JSON lines and Parquet have a list of each per sentence. The
 same command resumes. The preset names the source of each value; any flag overrides it.
 """
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> Summary:
     runs = protocol.preset_runs(args, training_args)
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, DEFAULT)
 
-    # 5. Median and spread over seeds, beside the paper's if it has the task.
+    # 5. Median and spread over seeds.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -173,7 +173,7 @@ def unknown_tags(where: str, sentences: list[ner.Sentence], names: tuple[str, ..
 def job_of(
     args: NerArguments, windows: dict[str, ner.Windows], names, scheme, tokenizer, found: dict, note: str
 ) -> protocol.Job:
-    """The task for the protocol."""
+    """The task as a `Job` of the protocol."""
     rows = {split: [[sentence.words, sentence.tags] for sentence in made.sentences] for split, made in windows.items()}
     test_hash, gold = durable.fingerprint(rows.pop("test", None)), [tags for _, tags in rows["validation"]]
     ((majority, _),) = Counter(chain(*gold)).most_common(1)

@@ -8,7 +8,7 @@
     accelerate launch finetune_race.py --config presets/race/paper.yaml            # or: make race
     accelerate launch finetune_race.py --config presets/race/paper.yaml --model_name_or_path runs/mine --data_dir RACE
 
-Any checkpoint that AutoModelForMultipleChoice loads, with a fast tokenizer. Data come from the Hub (ehovy/race) or from
+Takes any AutoModelForMultipleChoice checkpoint with a fast tokenizer. Data come from the Hub (ehovy/race) or from
 `data_dir`, the official files. The same command resumes. Presets name the source of each value; any flag overrides it.
 """
 
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> Summary:
     runs = protocol.preset_runs(args, training_args)
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, DEFAULT)
 
-    # 5. Median and spread over seeds, beside the paper's if it has the task.
+    # 5. Median and spread over seeds, with the paper's if it has the task.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -108,7 +108,7 @@ def check_arguments(args: RaceArguments, training_args: protocol.FinetuneTrainin
     if args.max_option_length < 1 or for_article < 1:
         raise InputError(
             f"max_option_length={args.max_option_length} must be from 1 to {args.max_seq_length - 5}, so that "
-            f"max_seq_length={args.max_seq_length} leaves room for the article; the paper's share of the length: "
+            f"max_seq_length={args.max_seq_length} leaves room for the article; with the paper's proportion: "
             f"--max_option_length {args.max_seq_length // 4}"
         )
     protocol.check_arguments(args, training_args, "accuracy", classifies=True)
@@ -159,7 +159,7 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
 
 
 def job_of(args: RaceArguments, data, features: dict[str, race.Features], tokenizer, found: dict) -> protocol.Job:
-    """The task for the protocol."""
+    """The task as a `Job` of the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     test_hash = durable.fingerprint(rows.pop("test", None))
     right = [question.answer for question in data["validation"]]

@@ -9,7 +9,7 @@
     accelerate launch finetune_squad.py --config presets/squad/v1.1.yaml --model_name_or_path runs/mine --data_dir squad
     python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
 
-Any checkpoint that AutoModelForQuestionAnswering loads, with a fast tokenizer. Data come from the Hub (rajpurkar/squad,
+Takes any AutoModelForQuestionAnswering checkpoint with a fast tokenizer. Data come from the Hub (rajpurkar/squad,
 rajpurkar/squad_v2), or in the official JSON format. The same command resumes. Presets name the source of each value;
 any flag overrides it.
 """
@@ -49,7 +49,7 @@ class SquadArguments(protocol.FinetuneArguments):
 
     _argument_group_name = "SQuAD"
 
-    version_2_with_negative: bool = setting(False, "SQuAD 2.0, in which questions may have no answer.", "fixed")
+    version_2_with_negative: bool = setting(False, "SQuAD 2.0: questions may have no answer.", "fixed")
     dataset_name: str | None = setting(None, "squad, or squad_v2 for 2.0: as on the Hub.", "start")
     data_dir: str | None = setting(None, "Folder of train-v1.1.json, ... (or v2.0); default: the Hub.", "content")
     train_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> Summary:
     runs = protocol.preset_runs(args, training_args)
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, default_preset(argv))
 
-    # 5. Median and spread over seeds, beside the paper's if it has the task.
+    # 5. Median and spread over seeds, with the paper's if it has the task.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -146,7 +146,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     if args.doc_stride >= for_context:  # the fix: at most BERT's shares of 512
         stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
         raise InputError(
-            f"max_seq_length={length} leaves {max(for_context, 0)} tokens to a context beside "
+            f"max_seq_length={length} leaves {max(for_context, 0)} tokens for a context with "
             f"max_query_length={args.max_query_length} and special tokens; doc_stride={args.doc_stride} must be less: "
             f"--doc_stride {stride} --max_query_length {query} fits"
         )
@@ -162,7 +162,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     if training_args.do_predict:
         raise InputError("do_predict has no effect: predictions.json has the validation set's answers in every run")
     if bool(args.train_file) != bool(args.validation_file):
-        raise InputError("train_file and validation_file go together: name both")
+        raise InputError("train_file needs validation_file and vice versa: name both")
     protocol.check_arguments(args, training_args, "f1", classifies=False)
 
 
@@ -210,14 +210,14 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     logger.info(
         f"Task        SQuAD {version(args)}; best epoch by F1\n"
         f"Rows        {rows}\n"
-        f"Answers     {answers['verbatim']:,} of {answers['answers']:,} come back verbatim from their labels; "
-        f"{len(others):,} begin or end inside a token{example}; {answers['in_no_window']:,} fit in no window\n"
+        f"Answers     {answers['verbatim']:,} of {answers['answers']:,} are recovered verbatim from their labels; "
+        f"{len(others):,} begin or end inside a token{example}; {answers['in_no_window']:,} fit into no window\n"
         f"Questions   {sum(questions_cut.values()):,} truncated to {args.max_query_length} tokens\n"
         f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have a context of training"
     )
     if misplaced:
         logger.warning(
-            f"Left out    {len(misplaced):,} training questions with an answer that is not at its answer_start: "
+            f"Dropped     {len(misplaced):,} training questions with an answer that is not at its answer_start: "
             f"{listed(misplaced)}"
         )
     answers["no_whole_tokens"] = len(others)
@@ -228,7 +228,7 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
 def job_of(
     args: SquadArguments, data, windows: dict[str, squad.Windows], tokenizer: PreTrainedTokenizerBase, found: dict
 ) -> protocol.Job:
-    """The task for the protocol."""
+    """The task as a `Job` of the protocol."""
     rows = {split: [vars(question) for question in questions] for split, questions in data.items()}
     questions = data["validation"]
     predicted = cache_last(lambda scores: predict_spans(args, questions, windows["validation"], scores))

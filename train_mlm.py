@@ -13,7 +13,7 @@
 
 Documents -> blocks -> masks -> model -> Trainer -> checkpoint, run record, loss curve in `output_dir`. Every value is
 in the preset, with its source; any flag overrides it. The same presets are read by `tools/estimate.py`
-(cost), `pack.py` (token cache) and `evaluate.py` (the loss of a checkpoint); `explain.py` prints what the model saw at
+(cost), `pack.py` (token cache) and `evaluate.py` (the loss of a checkpoint); `explain.py` prints the model's input at
 a step.
 """
 
@@ -129,15 +129,15 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         write_results(record, args, training_args.output_dir)
     processes.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
-        raise RunError(f"the validation loss is {metrics['eval_loss']}: lower learning_rate or warm up longer")
+        raise RunError(f"the validation loss is {metrics['eval_loss']}: lower learning_rate or use a longer warm-up")
     if publisher:
         publisher.push(Path(training_args.output_dir), f"Trained for {counted(record['steps'], 'step')}")
     return record
 
 
 def read_arguments(argv: list[str]) -> tuple[tuple[MlmArguments, MlmTrainingArguments], dict[str, Any]]:
-    """The filled dataclasses, and the resolved values as a preset. Where neither tokenizer nor checkpoint is named, the
-    tokenizer is the run's own."""
+    """The filled dataclasses, and the resolved values as a preset. Without a named tokenizer or checkpoint,
+    the run trains its own tokenizer."""
     (args, training_args), resolved = pretraining.read_arguments(argv, __doc__)
     if not args.tokenizer_name:
         resolved["tokenizer_name"] = run_tokenizer_folder(training_args)
@@ -162,20 +162,20 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
 
 
 def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
-    """Log the preset of a command line that names none."""
+    """Log the default preset of a command line without `--config`."""
     preset, _ = pretraining.preset_of(argv)
     if pretraining.is_demonstration(argv):
         logger.info(f"This is the demonstration ({DEMONSTRATION}): a small model on {corpus.name}.")
         logger.info(f"The full recipe: {FULL_RECIPE}\n")
     elif not value_of(argv, "config"):
         other = "" if preset == pretraining.CONTINUE else "; another: --model_size"
-        logger.info(f"Preset      {preset}, as no --config is named{other}")
+        logger.info(f"Preset      {preset} (no --config given){other}")
 
 
 def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
-    """Train the tokenizer of the demonstration, or of a run that names none, unless it exists."""
+    """Train the tokenizer of the demonstration, or of a run without `--tokenizer_name`, unless it exists."""
     folder, own = Path(args.tokenizer_name), args.tokenizer_name == run_tokenizer_folder(training_args)
     if not own:  # a run's own tokenizer is not looked up in the repository, which may hold another run of that name
         folder = resolve_path(folder)
@@ -199,7 +199,7 @@ def train_missing_tokenizer(
         with weights.saved_for(tokenizer, config):
             tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
     except InputError:
-        if training_args.world_size == local_processes():  # else another machine saved the same, in a shared folder
+        if training_args.world_size == local_processes():  # else another machine saved it in a shared folder
             raise
 
 

@@ -142,10 +142,10 @@ def test_broken_rows_of_qqp_are_skipped_and_counted(tmp_path):
 
 
 BAD = {
-    "unknown task": (["--task_name", "snli"], "task_name=snli is none of GLUE's: cola, sst2, mrpc, stsb, qqp, mnli"),
+    "unknown task": (["--task_name", "snli"], "task_name=snli is not a GLUE task: cola, sst2, mrpc, stsb, qqp, mnli"),
     "no model": (["--model_name_or_path", "nowhere/at-all"], "nowhere/at-all"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/RTE/train.tsv is missing"),
-    "other rows": (["--other_rows", "false"], "rte, train: 24 rows, and GLUE's has 2,490"),
+    "other rows": (["--other_rows", "false"], "rte, train: 24 rows, but GLUE's has 2,490"),
     "no example": (["--max_train_samples", "0"], "max_train_samples=0 must be above 0"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
     "smoothing": (["--label_smoothing_factor", "1"], "label_smoothing_factor=1.0 must be below 1"),
@@ -153,8 +153,8 @@ BAD = {
     "another metric": (["--metric_for_best_model", "f1"], "metric_for_best_model=f1 .* the highest accuracy"),
     "micro-batch": (["--global_batch_size", "4"], "per_device_train_batch_size=8 is more than global_batch_size=4"),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
-    "one seed's checkpoint": (["--resume_from_checkpoint", "r/checkpoint-9"], "None, not r/checkpoint-9: it is of one"),
-    "seed": (["--seed", "42", "--seeds", "1", "2"], "seed=42 has no effect beside seeds; use --seeds 42"),
+    "one seed's checkpoint": (["--resume_from_checkpoint", "r/checkpoint-9"], "None, not r/checkpoint-9: it belongs"),
+    "seed": (["--seed", "42", "--seeds", "1", "2"], "seed=42 has no effect with seeds; use --seeds 42"),
     "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking has no effect on task_name=rte"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
@@ -181,8 +181,8 @@ def test_bad_input(case, flags):
     [
         ("rte", b"0\tcaf\xe9\tb\tentailment\n", "dev.tsv is not UTF-8 text"),
         ("rte", b"0\ta\tb\tentailment\n1\tonly two\n", "dev.tsv, line 3: 2 columns instead of 4"),
-        ("rte", b"0\ta\tb\tmaybe\n", "line 2: label 'maybe' is none of entailment, not_entailment"),
-        ("stsb", b"0\ta\tb\t5.5\n", "line 2: label '5.5' is none of the scores from 0 to 5"),
+        ("rte", b"0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment, not_entailment"),
+        ("stsb", b"0\ta\tb\t5.5\n", "line 2: label '5.5' is not one of the scores from 0 to 5"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, name, lines, said):

@@ -80,7 +80,7 @@ def test_a_size_gives_the_recipe_without_its_text(root):
     base = [word.replace("small", "base") for word in words]  # its preset names a token cache
     assert train_mlm.read_arguments(base)[0][0].token_cache is None
     for other in (["--config", "presets/mlm/roberta_tiny.yaml"], ["--model_name_or_path", "m"]):
-        with pytest.raises(InputError, match=rf"model_size=small .* drop it or {other[1]}"):
+        with pytest.raises(InputError, match=rf"model_size=small .* remove it or {other[1]}"):
             train_mlm.read_arguments([*words, *other])
 
 
@@ -124,7 +124,7 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     made, lines = tmp_path / "run" / "tokenizer", capsys.readouterr().err
     entries = entries_of(made)
     assert 261 < entries < 4096 and f"vocabulary {entries:,}\n" in lines
-    assert "Preset      presets/mlm/roberta_tiny.yaml, as no --config is named; another: --model_size\n" in lines
+    assert "Preset      presets/mlm/roberta_tiny.yaml (no --config given); another: --model_size\n" in lines
     assert f"Tokenizer   at most 4,096 entries, trained on 0.4 MB of the text: {made} (" in lines
     assert (
         "Recipe      presets/mlm/roberta_tiny.yaml: learning rate 0.003, warm-up 1 steps, 30% masked, seed 42" in lines
@@ -235,5 +235,5 @@ def test_a_run_is_measured_by_its_own_preset_on_the_text_that_is_named(preset, t
         and other["eval_loss"] != metrics["eval_loss"]
     )
     (tmp_path / "run" / "preset.yaml").unlink()
-    with pytest.raises(InputError, match="is no folder with a preset"):
+    with pytest.raises(InputError, match="is not a folder with preset"):
         evaluate.main(run)

@@ -158,7 +158,7 @@ def test_two_processes_give_the_curve_of_one_process(flags, tmp_path):
 
 def test_a_run_that_breaks_is_named(flags, tmp_path):
     """A learning rate that gives NaN, whose argmax would be an answer: no score is written."""
-    with pytest.raises(RunError, match=r"seed 1: the \S+ .*step \d (is|are) not finite; nothing of it was saved"):
+    with pytest.raises(RunError, match=r"seed 1: the \S+ .*step \d (is|are) not finite; the step was not saved"):
         finetune_squad.main(flags("2.0", "--learning_rate", 1e15))
     assert not list((tmp_path / "squad").rglob("run_record.json"))
 
@@ -384,7 +384,7 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     write(tmp_path / "train-v2.0.json", made)
     write(tmp_path / "dev-v2.0.json", paragraphs(4, seed=2))
     finetune_squad.main(flags("2.0", "--data_dir", tmp_path))
-    assert "Left out    1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
+    assert "Dropped     1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
     assert record_of(tmp_path, "2.0")["features"]["left_out_misplaced"] == 1
     for _, entries in made:
         for row in entries:
