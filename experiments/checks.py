@@ -13,7 +13,7 @@ _TEXT_KEYS = {
     "blimp": ("pairs", "pairs_digest"),
 }
 
-_MOVE = "Move the {} of one of them away to make it again"
+_MOVE = "Move the {} of one of them away to recreate it"
 _OTHER_BLOCKS = "Losses on different held-out blocks are not comparable: use the measure words instead of loss"
 
 
@@ -45,7 +45,7 @@ def _check_equal(facts_of_rows: list[tuple[Experiment, dict[str, Any]]], how: st
         first, first_facts = known[0]
         if different := durable.differences(first_facts, facts):
             raise InputError(
-                f"{row.title} was {how} other data than {first.title}: {'; '.join(different.values())}. {fix} "
+                f"{row.title} was {how} different data from {first.title}: {'; '.join(different.values())}. {fix} "
                 f"({row.folder})"
             )
 

@@ -181,8 +181,8 @@ class Experiment:
         if not missing:
             return "finished"
         if "run" not in missing:
-            return f"trained; to be measured: {', '.join(missing)}"
-        return f"to be resumed at step {self.step()}" if self.step() else "not begun"
+            return f"trained; not measured: {', '.join(missing)}"
+        return f"to be resumed at step {self.step()}" if self.step() else "not started"
 
     def changes(self) -> list[str]:
         """Differences between the list and the settings of the last run, which come from the run record and, for the
@@ -191,7 +191,7 @@ class Experiment:
         now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
         compared = ran_with.keys() - (_DERIVED if stored["settings"] else ())
         before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in compared}
-        if not stored["settings"]:  # not begun, or run by hand: the record has only flags
+        if not stored["settings"]:  # not started, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
         seeds = ran_with.get("seeds", [ran_with.get("seed", self.seed)])  # fine-tuning, pretraining
@@ -209,7 +209,7 @@ class Experiment:
 
     def measured(self, measure: str, *needed: str) -> dict[str, Any]:
         """The output of a measure's tool. Raises `InputError`."""
-        return read_record(self.output_of(measure), needed, "move it away to have it measured again")
+        return read_record(self.output_of(measure), needed, "move it away to repeat the measurement")
 
     def figure(self, measure: str) -> float | None:
         """The value of a measure, times `Measure.times`; nan if it is not a number, None until the row has finished.
@@ -235,7 +235,7 @@ class ExperimentList(NamedTuple):
     seeds: list[int]
     measures: list[str]
     search: bool
-    rows: list[Experiment]  # sorted by seed, so that an unfinished list has about as many rows of each name
+    rows: list[Experiment]  # sorted by seed, so that an unfinished list has about equally many rows of each name
     source: str = ""
     note: str = ""
     estimate: bool = False
@@ -336,7 +336,7 @@ def _check_variants(variants: list[Variant], seeds: list[int], path: str) -> Non
             if name in _SET_BY_RUNNER:
                 raise InputError(f"{where}: flag {name} is set by the runner; remove it (seeds are a key of the list)")
         if not re.fullmatch(r"\w[\w.+-]*", variant.name):
-            raise InputError(f"{where}: a name is a folder: letters, digits and _ . + - only, a letter first")
+            raise InputError(f"{where}: a name becomes a folder: letters, digits and _ . + - only, a letter first")
         if names.count(variant.name) > 1:
             raise InputError(f"{where}: two rows have this name; rename one")
         if variant.claim and not number:
@@ -362,7 +362,7 @@ def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dic
     for name, flags in measures.items():
         where, flags = f"{path}, measure {name!r}", flags or {}
         if name not in MEASURES:
-            raise InputError(f"{where} is none of {', '.join(MEASURES)}{did_you_mean(name, MEASURES)}")
+            raise InputError(f"{where} is not one of {', '.join(MEASURES)}{did_you_mean(name, MEASURES)}")
         tool = MEASURES[name].tool
         if tool and tool not in measures:
             raise InputError(f"{where} needs the measure {tool!r}: add it")

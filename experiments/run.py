@@ -103,7 +103,7 @@ class Runner:
         process = start(to_do.pop(name), row.log, cores)
         self.running.append(RunningRow(row, cores, to_do, process, name, time.monotonic()))
         where = f"cores {','.join(map(str, cores))}" if len(cores) > 1 else f"core {cores[0]}"
-        logger.info(f"begins  {row.title}: {state}; {where}, log {row.log}")
+        logger.info(f"starts  {row.title}: {state}; {where}, log {row.log}")
 
     def _advance(self, running: RunningRow) -> None:
         """When the command has ended, start the row's next one, or end the row after its last or a failed one."""

@@ -1,4 +1,4 @@
-"""Table of an experiment list: mean over seeds with standard error, difference from the first variant, p by exact
+"""Table of an experiment list: mean over seeds with standard error, difference from the first variant, p-value by exact
 permutation with Holm's correction, and verdict (docs/statistics.md)."""
 
 import math

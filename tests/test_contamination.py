@@ -116,7 +116,7 @@ def test_the_command_line(tmp_path, capsys):
     with pytest.raises(InputError, match="max_documents=0 must be at least 1"):
         contamination.main([*few, "--race_dir", str(tmp_path / "race"), "--max_documents", "0"])
     named = ["--race_dir", str(tmp_path / "race"), "--glue_dir", str(tmp_path / "glu")]  # a typo
-    with pytest.raises(InputError, match=r"glue_dir=.*/glu has none of the official files"):
+    with pytest.raises(InputError, match=r"glue_dir=.*/glu has no official files"):
         contamination.main([*few, *named])
 
 

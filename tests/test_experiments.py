@@ -97,7 +97,7 @@ def test_command_line(write, tmp_path, root):
     jobs = min(2, len(os.sched_getaffinity(0)))
     done = run_python("experiments/run.py", path, "--jobs", jobs, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert "begins  high, seed 3: not begun; core" in done.stderr, done.stderr
+    assert "starts  high, seed 3: not started; core" in done.stderr, done.stderr
     assert "done    high, seed 3: validation loss, nats" in done.stderr and "the last" in done.stderr
     record = durable.read_json(tmp_path / "out/high/seed-3/run/run_record.json")
     assert record["hardware"]["cpu_cores"] == len(os.sched_getaffinity(0)) // jobs
@@ -111,13 +111,13 @@ def test_command_line(write, tmp_path, root):
 def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(write, tmp_path, forked, capsys):
     path = write()
     experiments.main([path, "--dry_run"])
-    assert capsys.readouterr().out.count(": not begun\n") == 4
+    assert capsys.readouterr().out.count(": not started\n") == 4
     experiments.main([path, "--jobs", "1"])
     printed, said = capsys.readouterr()
     found = records(tmp_path / "out")
     assert len(found) == 4
-    begun = [line.split(":")[0] for line in said.splitlines() if line.startswith("begins")]
-    assert begun == [f"begins  {name}, seed {seed}" for seed in (1, 2) for name in ("low", "high")]
+    begun = [line.split(":")[0] for line in said.splitlines() if line.startswith("starts  ")]
+    assert begun == [f"starts  {name}, seed {seed}" for seed in (1, 2) for name in ("low", "high")]
     assert "3 left, ETA" in said
     losses = {
         name: [durable.read_json(tmp_path / f"out/{name}/seed-{seed}/run/run_record.json") for seed in (1, 2)]
@@ -144,7 +144,7 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     texts.write_text(json.dumps({"text": "the cat sees a dog " * 3}) + "\n")
     path = write(measures={"loss": None, "words": {"text_file": [str(texts)]}, "short_words": None})
     experiments.main([path, "--dry_run"])
-    assert capsys.readouterr().out.count(": trained; to be measured: words\n") == 4
+    assert capsys.readouterr().out.count(": trained; not measured: words\n") == 4
     experiments.main([path])
     printed = capsys.readouterr().out
     for key in ("bits_per_word", "bits_per_short_word"):
@@ -158,7 +158,7 @@ def test_finished_rows_are_not_run_again_and_the_table_is_that_of_the_records(wr
     with pytest.raises(InputError, match=r"low/seed-1/words.json is not JSON"):
         experiments.main([path, "--table"])
     durable.write_sealed(measured, {key: values[key] for key in values if key != "bits_per_short_word"})
-    with pytest.raises(InputError, match=r"words.json has no 'bits_per_short_word'.*; move it away to have it"):
+    with pytest.raises(InputError, match=r"words.json has no 'bits_per_short_word'.*; move it away to repeat"):
         experiments.main([path, "--table"])
     durable.write_sealed(measured, values)
     # what a row was run with is what it stays
@@ -264,7 +264,7 @@ def test_rows_that_are_not_what_the_list_says_give_no_table(write, preset, tmp_p
     record = out / "high/seed-2/run/run_record.json"
     values = durable.read_sealed(record)
     durable.write_sealed(record, {**values, "fingerprint": {**values["fingerprint"], "tokenizer": "x"}})
-    with pytest.raises(InputError, match=r"high, seed 2 was run with other data than high, seed 1: tokenizer was"):
+    with pytest.raises(InputError, match=r"high, seed 2 was run with different data from high, seed 1: tokenizer was"):
         experiments.main([path, "--table"])
 
 
@@ -284,11 +284,11 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
     for row, digest in zip(listed.rows, digests, strict=True):
         durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15, **digest})
     with pytest.raises(
-        InputError, match=r"high, seed 2 .* than high, seed 1: windows_digest was 'a', is 'b'. Move the"
+        InputError, match=r"high, seed 2 .* from high, seed 1: windows_digest was 'a', is 'b'. Move the"
     ):
         checks.check_rows(listed)
     other.write_text('{"bits_per_word": 1.0, "words": 545, "documents": 15}')
-    with pytest.raises(InputError, match=r"words.json has no .checksum.*; move it away to have it measured again"):
+    with pytest.raises(InputError, match=r"words.json has no .checksum.*; move it away to repeat the measurement"):
         checks.check_rows(listed)
 
 
@@ -411,7 +411,7 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
         ({"rows": [{"name": "a", "script": "none.py"}]}, "row 'a': script=none.py is not a Python script"),
         ({"rows": [{"name": "a", "flags": {"seed": 3}}]}, "row 'a': flag seed is set by the runner"),
         ({"rows": [{"name": "a"}, {"name": "a"}]}, "row 'a': two rows have this name"),
-        ({"rows": [{"name": "../a"}]}, "row '../a': a name is a folder"),
+        ({"rows": [{"name": "../a"}]}, "row '../a': a name becomes a folder"),
         ({"rows": [{"name": "a", "flags": {"max-steps": 5}}]}, "row 'a': flag max-steps: write max_steps"),
         ({"rows": [{"name": "a", "config": "{folder}/timed.yaml"}]}, "max_train_minutes=5.0 in the preset: remove"),
         ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better on the first row"),

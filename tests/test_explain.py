@@ -183,7 +183,7 @@ def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     lines[2]["digest"] = "000000000001"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(RunError, match="step 3 saw other blocks or masks"):
+    with pytest.raises(RunError, match="step 3 had different blocks or masks"):
         explain.main([*run, "3"])
     # resumed despite changes: the data began again at their beginning
     state = tmp_path / "run" / "checkpoint-8" / "recipe_state.json"

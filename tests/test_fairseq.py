@@ -397,7 +397,7 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
         fairseq.to_hugging_face(weights, {}, None)
     with pytest.raises(InputError, match=r"not a RoBERTa of fairseq: it has no 'encoder.sentence_encoder.embed_tokens"):
         fairseq.to_hugging_face({}, settings, None)
-    with pytest.raises(InputError, match="head=rte is none of the checkpoint's: mnli"):
+    with pytest.raises(InputError, match="head=rte is not one of the checkpoint's: mnli"):
         fairseq.to_hugging_face(weights, settings, "rte")
     other = {name.replace("heads.mnli.", "heads.my-head."): tensor for name, tensor in weights.items()}
     assert fairseq.to_hugging_face(other, settings, "my-head").config.num_labels == 3
@@ -419,7 +419,7 @@ def test_bad_checkpoints_are_named(checkpoint, tmp_path, tokenizer_dir):
     (tmp_path / "encoder.json").write_text(json.dumps({"a": 0}))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
     files = [tmp_path / name for name in ("dict.txt", "encoder.json", "vocab.bpe")]
-    with pytest.raises(InputError, match=r"dict.txt, line 2: '99' is no token"):
+    with pytest.raises(InputError, match=r"dict.txt, line 2: '99' is not a token"):
         fairseq.read_vocabulary(*files)
     (tmp_path / "dict.txt").write_text("0 1\nmadeupword0000 0\n")
     with pytest.raises(InputError, match="the tokenizer has 7 entries, the embedding"):

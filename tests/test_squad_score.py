@@ -54,7 +54,7 @@ def test_version_1_counts_what_is_left_out_as_wrong(score, capsys):
 
 def test_version_2_needs_all_predictions_and_all_odds(score):
     texts = {name: text for name, text in TEXTS.items() if name not in "24"}
-    with pytest.raises(InputError, match=r"no prediction for 2 of 5 questions \(2, 4\); the official script of 2.0"):
+    with pytest.raises(InputError, match=r"no prediction for 2 of 5 questions \(2, 4\); the official 2.0 script"):
         score(GOLD, texts)
     with pytest.raises(InputError, match=r"null_odds.json has no odds for 4 of 5 questions \(2, 3, 4, 5\)"):
         score(GOLD, TEXTS, {"1": 0.5})

@@ -157,7 +157,7 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
     text.write_text(text.read_text(encoding="utf-8").replace("table", "chair"), encoding="utf-8")  # as many words
     edited = words.main(flags)
     assert edited["words"] == figures["words"] and edited["windows_digest"] != figures["windows_digest"]
-    with pytest.raises(InputError, match="name corpus or text_file"):
+    with pytest.raises(InputError, match="name either corpus or text_file"):
         words.main(flags[:2])
     with pytest.raises(
         InputError, match=r"output=.*none/words.json cannot be written: No such file .*; make its folder"

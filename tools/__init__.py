@@ -1,1 +1,1 @@
-"""Commands beside the four scripts: `python tools/X.py --help`. They import the library, never the other way."""
+"""Further commands (`python tools/X.py --help`). They import the library; the library never imports them."""

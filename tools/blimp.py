@@ -4,7 +4,7 @@
     python tools/blimp.py --model_name_or_path FacebookAI/roberta-base         # all from the Hub
     python tools/blimp.py --model_name_or_path runs/mine --data_dir blimp --pairs 100    # a tenth of it
 
-For any masked LM with a fast tokenizer. Two methods: each token masked alone, or with the later tokens of its word. The
+Takes a masked LM with a fast tokenizer. Two methods: each token masked alone, or with the later tokens of its word. The
 control is the same architecture with random weights: pairs differ in length, so chance is not 50. In fp32 or bf16.
 Writes blimp.json and blimp.png into the checkpoint's folder or --output_dir.
 """
@@ -63,7 +63,7 @@ def check_output(path: Path, pairs: int, methods: list[str]) -> None:
     try:
         before = durable.read_sealed(path)
         more = before["pairs"] > pairs or not before["scores"].keys() <= set(methods)
-    except (OSError, ValueError, KeyError):  # none, or damaged
+    except (OSError, ValueError, KeyError):  # missing or damaged
         return
     if more:
         raise InputError(
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     processes.set_up_process()
     args, started_s = parse(argv), time.monotonic()
     if args.output_dir.exists():
-        durable.make_folder(args.output_dir)  # raises for a file, before the work
+        durable.make_folder(args.output_dir)  # before the work: raises for a file
     pairs = blimp.read(args.data_dir, args.pairs)
     model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)

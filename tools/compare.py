@@ -2,7 +2,7 @@
 
     python tools/compare.py runs/a runs/b        # or: make compare A=runs/a B=runs/b
 
-A run is the `output_dir`, finished or not, of pretraining or of one seed of a fine-tuning. Compares settings, log
+A run is the `output_dir`, finished or not, of pretraining or of one fine-tuning seed. It compares settings, log
 lines, and the hashes of checkpoints and finished models. Exit code: 0 without differences up to the last step of the
 shorter run, 1 with differences, 2 if there is nothing to compare.
 """

@@ -36,7 +36,7 @@ from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import glue, race
 from roberta_recipe.tasks.squad_files import read_file
 
-MOSTLY = 0.8  # share of n-grams from which a text is a near-duplicate
+MOSTLY = 0.8  # minimum share of n-grams in a near-duplicate
 HELD_OUT = "held out "  # name prefix of sets of held-out documents
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _LETTER = r"\p{L}\p{N}\p{M}_"
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if named := getattr(args, flag):
             texts += (found := list(read(named)))
             if not found:
-                raise InputError(f"{flag}={named} has none of the official files")
+                raise InputError(f"{flag}={named} has no official files")
     texts += held_out_texts(corpus) if args.held_out else []
     index = Index(texts, args.ngram)
     logger.info(f"{counted(len(texts), 'text')}, {counted(len(index.hashes), f'{args.ngram}-gram')}")

@@ -13,7 +13,7 @@ class Device:
     gpu_hour_price: float
 
 
-# Dense tensor-core FLOP/s in bf16 or fp16, from NVIDIA's data sheets. Prices are assumptions, they change weekly and
+# Dense tensor-core FLOP/s in bf16 or fp16, from NVIDIA's data sheets. Prices are assumptions: they change weekly and
 # differ threefold between providers: AWS, US, instance price / GPUs (H200, H100, A100-40GB: capacity blocks of 2025;
 # A10G, L40S, L4, V100, T4: on demand), RunPod, spring 2026 (H100-PCIe, A100-80GB, RTX), Lambda (A10).
 DEVICES = {

@@ -212,7 +212,7 @@ def memory_per_gpu(
     activations = embeddings + config.num_hidden_layers * saved
     # The peak is at the loss: logits, their gradient and a few fp32 rows. With small micro-batches it is at the end of
     # the backward pass: the decoder's and the lookup's gradient of the embedding and their sum; with activation
-    # checkpointing, also a recomputed layer beside the decoder's gradient.
+    # checkpointing, also a recomputed layer and the decoder's gradient.
     predicted = math.ceil(tokens * mlm_probability)
     rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
     # several heads: logits, layers and hidden states of each
@@ -329,7 +329,7 @@ class Estimate:
 
 @dataclass
 class EstimateArguments:
-    """Flags beside the preset's."""
+    """Flags of this tool, in addition to the preset's."""
 
     _argument_group_name = "estimate"
 
@@ -362,7 +362,7 @@ def read_estimate(argv: list[str]) -> Estimate:
     pretraining.check_model(args)
     if training_args.num_train_epochs:
         raise InputError(
-            f"num_train_epochs={training_args.num_train_epochs:g}: text is not counted here; name --max_steps"
+            f"num_train_epochs={training_args.num_train_epochs:g}: text is not counted here; set --max_steps"
         )
     config = weights.config_of(args.config_name, args.config_overrides, args.model_name_or_path)
     if config.model_type not in MODEL_TYPES:

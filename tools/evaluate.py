@@ -4,7 +4,7 @@
     python tools/evaluate.py --model_name_or_path FacebookAI/roberta-base --train_file 'my_text/*.txt'
 
 Without `--config`, the preset is that in the checkpoint's folder: a run is measured on its held-out text, unless
-another is named. The tokenizer is the checkpoint's, not the preset's, or `--tokenizer_name`. On several GPUs:
+another is named. The tokenizer is `--tokenizer_name` or the checkpoint's, not the preset's. On several GPUs:
 `accelerate launch tools/evaluate.py ...`. Blocks and masks depend on the text only, so the metrics equal those of
 `train_mlm.py`. Without the run's token cache, they come from its text. Writes nothing except missing shards of a cache.
 """
@@ -44,7 +44,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
-    """Run the command line `argv`; returns the metrics of the whole and of each source. Raises `InputError`."""
+    """Run the command line `argv`; returns the overall metrics and those of each source. Raises `InputError`."""
     set_up_logging()
     processes.set_up_process()
     argv = sys.argv[1:] if argv is None else argv
@@ -60,7 +60,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
     if not args.corpus and not args.train_file:
         raise InputError(
-            f"model_name_or_path={args.model_name_or_path} is no folder with a {PRESET_NAME}: name a run's folder, or "
+            f"model_name_or_path={args.model_name_or_path} is not a folder with {PRESET_NAME}: name a run's folder, or "
             "the held-out text with --train_file or --corpus"
         )
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path

@@ -3,7 +3,7 @@
     python tools/explain.py --output_dir runs/mine --step 400 --show_blocks 2
     python tools/explain.py --config presets/mlm/roberta_mini.yaml --corpus my_corpus.yaml
 
-The first uses a run's `preset.yaml`; flags override it, such as a new path of its text, tokenizer or token cache. The
+The first uses a run's `preset.yaml`; flags override it, such as a new path to its text, tokenizer or token cache. The
 second is for a run that has not started. Blocks and masks are exactly the run's, or an error explains why they cannot
 be reproduced. With a token cache, any step is immediate; without it, text is read from the end of the run's chunk index
 up to the step. Writes nothing but that index.
@@ -51,7 +51,7 @@ LEGEND = (
 
 @dataclass
 class ExplainArguments:
-    """Flags beside the run's preset."""
+    """Flags of this tool, in addition to the run's preset."""
 
     _argument_group_name = "explain"
 
@@ -104,7 +104,7 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     if folder is None and not config:
         raise InputError("output_dir is not set: name the folder of a run, or a preset (config)")
     if not 1 <= explain.step <= training_args.max_steps:
-        most = f"max_steps={training_args.max_steps} of the run (of one by num_train_epochs: name --max_steps)"
+        most = f"max_steps={training_args.max_steps} of the run (with num_train_epochs: set --max_steps)"
         raise InputError(f"step={explain.step} must be from 1 to {most}")
     pretraining.check_data(args)
     return folder, filled
@@ -163,7 +163,7 @@ def print_step(
     examples = list(blocks.blocks([positions]))
     if wanted is not None and count_consumed(examples, collator(examples))[-1] % DIGEST_MODULUS != wanted:
         raise RunError(
-            f"{folder / LOG_NAME}: step {step} saw other blocks or masks than these settings give: was the run resumed "
+            f"{folder / LOG_NAME}: step {step} had different blocks or masks: was the run resumed "
             "despite changes, or by another version of this recipe?"
         )
     checked = "blocks and masks equal the hash in its log"

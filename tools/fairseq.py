@@ -145,7 +145,7 @@ def to_hugging_face(weights: dict[str, torch.Tensor], settings: dict[str, Any], 
         else:
             left.append(name)
     if strange := [name for name in left if not name.startswith((_HEADS, _LM_HEAD))]:
-        raise InputError(f"{len(strange)} weights are not RoBERTa's, such as {strange[0]}: name another")
+        raise InputError(f"{len(strange)} weights are not RoBERTa's, such as {strange[0]}: name another checkpoint")
     if left:
         logger.info(f"left out: {', '.join(sorted({'.'.join(name.split('.')[:2]) for name in left}))}")
     state["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(1, config.hidden_size)
@@ -174,7 +174,7 @@ def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], hea
     setting."""
     if not settings:
         raise InputError(
-            "the checkpoint has no settings (args or cfg) for attention heads and activation: name another"
+            "the checkpoint has no settings (args or cfg) for attention heads and activation: name another checkpoint"
         )
     activation = hidden_activation(settings, head)
     try:
@@ -207,7 +207,7 @@ def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], hea
         name.split(".")[1]: len(weights[name]) for name in weights if re.match(rf"{_HEADS}[^.]+\.out_proj.w", name)
     }
     if head not in heads:
-        raise InputError(f"head={head} is none of the checkpoint's: {', '.join(heads) or 'it has none'}")
+        raise InputError(f"head={head} is not one of the checkpoint's: {', '.join(heads) or 'it has none'}")
     config.num_labels = heads[head]
     if head == "mnli":
         config.id2label = dict(enumerate(MNLI_LABELS))
@@ -244,7 +244,7 @@ def is_tied(weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> bool:
 
 def to_fairseq(model: PreTrainedModel, vocab_size: int, head: str | None = None) -> dict[str, torch.Tensor]:
     """Weights under fairseq's names, with the token-type vector added to the positions and without rows beyond
-    `vocab_size`. A classifier becomes the head `head` (MNLI's labels in fairseq's order) beside an empty masked-LM
+    `vocab_size`. A classifier becomes the head `head` (MNLI's labels in fairseq's order) and gets an empty masked-LM
     head. Raises `InputError` for what fairseq's RoBERTa does not support."""
     check_supported(model, head)
     state = {name: tensor.detach().cpu().float() for name, tensor in model.state_dict().items()}
@@ -299,7 +299,7 @@ def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrained
     for number, line in enumerate(read_text(dict_txt).splitlines(), 1):
         symbol = line.rsplit(" ", 1)[0]
         if symbol not in tokens and not symbol.startswith("madeupword"):  # padding to a multiple of 8
-            raise InputError(f"{dict_txt}, line {number}: {symbol!r} is no token of {encoder_json}")
+            raise InputError(f"{dict_txt}, line {number}: {symbol!r} is not a token of {encoder_json}")
         vocab[tokens.get(symbol, symbol)] = len(vocab)
     lines = read_text(bpe).replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines[lines[0].startswith("#version") :] if line]  # "# #" is a merge
@@ -361,7 +361,7 @@ def build_checkpoint(model: PreTrainedModel, vocab_size: int, head: str | None) 
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
-    """The command `to_hf`."""
+    """Run the command `to_hf`."""
     files = (args.dict, args.encoder, args.bpe)
     if all(files) == bool(args.tokenizer_name) or any(files) != all(files):
         raise InputError("name dict, encoder and bpe (fairseq's vocabulary) or, instead, tokenizer_name")
@@ -382,7 +382,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
 
 def convert_to_fairseq(args: argparse.Namespace) -> None:
-    """The command `to_fairseq`."""
+    """Run the command `to_fairseq`."""
     if "." in (args.head or ""):
         raise InputError(f"head={args.head}: torch allows no dot in the name of a head")
     model = load_hugging_face(args.model_name_or_path, args.head)
@@ -419,7 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, dest="command", parser_class=functools.partial(RecipeParser, ()))
     to_hf = commands.add_parser("to_hf", help="fairseq's model.pt as a Hugging Face folder")
     to_hf.add_argument("--checkpoint", required=True, help="model.pt")
-    to_hf.add_argument("--dict", help="dict.txt beside model.pt")
+    to_hf.add_argument("--dict", help="dict.txt in the folder of model.pt")
     to_hf.add_argument("--encoder", help="encoder.json of GPT-2")
     to_hf.add_argument("--bpe", help="vocab.bpe of GPT-2")
     to_hf.add_argument("--tokenizer_name", help="tokenizer with the same ids, in place of dict, encoder and bpe")

@@ -1,4 +1,4 @@
-"""GLUE results beside the paper's Table 5 (section 5.1), and the submission for the GLUE server.
+"""GLUE results compared with the paper's Table 5 (section 5.1), and the submission for the GLUE server.
 
     python tools/glue_table.py --folder runs/glue                     # or: make glue-all
     python tools/glue_table.py --folder runs/glue --submission        # or: make glue-submission
@@ -79,10 +79,10 @@ def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
     finished = {name: read_record(path, needed, advice) for name, path in paths.items() if path.is_file()}
     if not finished:
         where = Path("<task>", below, SUMMARY_NAME)
-        raise InputError(f"folder={folder} holds no finished task ({where}): make glue TASK=rte makes one")
+        raise InputError(f"folder={folder} holds no finished task ({where}): run make glue TASK=rte")
     for name, summary in finished.items():
         if summary["task"] != name:
-            raise InputError(f"{paths[name]} is of the task {summary['task']!r}: move its folder to that name")
+            raise InputError(f"{paths[name]} is of the task {summary['task']!r}: rename its folder to that task")
     return finished
 
 
@@ -90,7 +90,7 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
     """Differences from Table 5's protocol and from the task's preset, as text."""
     found, args = [], summary["resolved_args"]
     if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
-        found.append(f"the median of {counted(seeds, 'seed')}, the paper's is of {PAPER_SEEDS}")
+        found.append(f"the median of {counted(seeds, 'seed')} (paper: {PAPER_SEEDS})")
     if summary["dataset"]["hub_id"] is None:
         found.append("rows that are not GLUE's")
     if count := args.get("max_train_samples"):
@@ -99,7 +99,7 @@ def _differs(summary: Summary, sweep: bool) -> list[str]:
     for name in [name for name in protocol if name not in (*_NOT_PROTOCOL, *(_OF_GRID * sweep))]:
         if args.get(name) != protocol[name]:
             ours = "num_train_epochs" if name == "max_steps" and args["max_steps"] == -1 else name
-            found.append(f"{ours}={args.get(ours)} for {name}={protocol[name]}")
+            found.append(f"{ours}={args.get(ours)} instead of {name}={protocol[name]}")
     return found
 
 
@@ -130,14 +130,14 @@ def _fault(task: glue.Task, path: Path, rows: int | None) -> str | None:
     if header != "index\tprediction":
         return f"its first line is {header!r}"
     if rows is not None and len(lines) != rows:
-        return f"{len(lines)} rows, and the test set has {rows}"
+        return f"{len(lines)} rows, but the test set has {rows}"
     allowed = set(glue.submission_labels(task))
     for number, line in enumerate(lines):
         index, _, prediction = line.partition("\t")
         if index != str(number):
-            return f"index {index} stands where {number} should"
+            return f"index {index} instead of {number}"
         if not (prediction in allowed if allowed else glue.is_score(prediction)):
-            return f"row {number}: {prediction!r} is no label of {task.folder}"
+            return f"row {number}: {prediction!r} is not a label of {task.folder}"
     return None
 
 

@@ -26,7 +26,7 @@ from roberta_recipe.training import pretraining
 
 @dataclass
 class PackArguments:
-    """Flags beside the preset's."""
+    """Flags of this tool, in addition to the preset's."""
 
     _argument_group_name = "packing"
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> bool:
         cache = pretraining.cache_reader(args, corpus, pretraining.data_seed(training_args))
         pretraining.announce_cache(args.token_cache, cache)
     else:
-        logger.info(f"Machine {packing.machine} has packed its share, others are missing: {args.token_cache}")
+        logger.info(f"Machine {packing.machine} has packed its share; others are missing: {args.token_cache}")
     return complete
 
 

@@ -1,4 +1,4 @@
-"""SQuAD's official metrics of a predictions.json, as JSON.
+"""SQuAD's official metrics for a predictions.json, printed as JSON.
 
     python tools/squad_score.py --predictions predictions.json --validation_file dev-v1.1.json
     ... --predictions span_predictions.json --version_2_with_negative --null_odds null_odds.json   # and a dev-v2.0.json
@@ -32,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--null_odds", help="2.0: JSON file of question id to the odds of no answer")
     args = parser.parse_args(argv)
     if args.null_odds and not args.version_2_with_negative:
-        raise InputError(f"null_odds={args.null_odds} goes with version 2.0: add --version_2_with_negative")
+        raise InputError(f"null_odds={args.null_odds} needs version 2.0: add --version_2_with_negative")
     return args
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if missing:
         lacks = f"no prediction for {len(missing):,} of {len(names):,} questions ({listed(missing)})"
         if args.version_2_with_negative:
-            raise InputError(f"{args.predictions} has {lacks}; the official script of 2.0 scores no such file")
+            raise InputError(f"{args.predictions} has {lacks}; the official 2.0 script does not score such a file")
         logger.warning(f"{args.predictions} has {lacks}; they count as wrong")
     answers = squad_files.gold_answers(questions)
     if args.version_2_with_negative:

@@ -3,11 +3,11 @@
     python tools/words.py --model_name_or_path runs/roberta_mini --corpus my_corpus.yaml
     python tools/words.py --model_name_or_path google-bert/bert-base-cased --text_file held_out.txt
 
-Documents are split into windows of 64 words; 15% of the words of each are masked, with all their pieces, and the loss
+Documents are split into windows of 64 words; 15% of each window's words are masked, with all their pieces, and the loss
 is summed over pieces. The words are chosen by the text alone, so the targets are the same for every masked LM with a
 fast tokenizer; a model with few positions has less context. Words are runs of letters without adjacent digits,
 underscores or apostrophes, which common tokenizers do not join with their neighbours; exceptions and unknown words are
-counted. The task is easier for an uncased model. For scripts with spaces between words.
+counted. The task is easier for an uncased model. Scripts need spaces between words.
 
 Each window is read twice: as written, and as FULL-SENTENCES (paper, section 4.2), each sentence tokenized by itself and
 followed by a separator. A model is trained on one of them; the better reading counts.
@@ -44,7 +44,7 @@ from roberta_recipe.training import processes
 
 SHARE = 0.15  # of a window's words
 WINDOW = 64  # words
-WINDOWS = 16  # maximum per document, against long books
+WINDOWS = 16  # maximum per document, so that long books do not dominate
 _LETTER, _OTHER = r"\p{L}\p{Nl}\p{No}", r"\p{Nd}_'’"
 _WORD = regex.compile(rf"(?<![{_LETTER}\p{{M}}{_OTHER}])[{_LETTER}][{_LETTER}\p{{M}}]*(?![{_LETTER}\p{{M}}{_OTHER}])")
 _LOGITS_AT_ONCE = 1 << 26
@@ -52,7 +52,7 @@ _TOKENS_AT_ONCE = 1 << 13
 
 
 class Window(NamedTuple):
-    """Consecutive words of a document, and which of them are masked."""
+    """Consecutive words of a document, some of them masked."""
 
     document: int
     text: str
@@ -271,7 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", help="JSON file for the metrics")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.text_file):
-        raise InputError("name corpus or text_file, one of the two")
+        raise InputError("name either corpus or text_file")
     if args.max_documents < 1:
         raise InputError(f"max_documents={args.max_documents} must be at least 1")
     return args
