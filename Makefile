@@ -61,7 +61,7 @@ estimate: setup   ## what pretraining costs: make estimate ARGS="--hardware 8xH2
 pretrain: setup   ## pretraining: make pretrain CONFIG=presets/mlm/roberta_base.yaml ARGS="--max_steps 1000"
 	$(LAUNCH) train_mlm.py $(PRESET) $(ARGS)
 
-evaluate: setup   ## the loss of a checkpoint on its run's held-out text, or another in ARGS: make evaluate MODEL=runs/mine
+evaluate: setup   ## the loss of a checkpoint on its run's held-out text, or on text in ARGS: make evaluate MODEL=runs/mine
 	$(PY) tools/evaluate.py $(if $(CONFIG),--config "$(CONFIG)") --model_name_or_path "$(MODEL)" $(ARGS)
 
 # MODEL (checkpoint), DATA (folder of the official files), ARGS (any flags); TASK and SWEEP=1 (the paper's grid) for GLUE
@@ -76,7 +76,7 @@ glue-all: setup   ## every task but WNLI (which needs WSC: make glue TASK=wnli),
 	for task in $(GLUE_TASKS); do $(GLUE) --config presets/glue/$$task.yaml || exit $$?; done
 	$(MAKE) glue-table
 
-glue-table: setup  ## the finished tasks of GLUE beside the paper's Table 5
+glue-table: setup  ## the finished GLUE tasks compared with the paper's Table 5
 	$(PY) tools/glue_table.py --folder runs/glue $(SWEEPING)
 
 glue-submission: setup  ## runs/glue/submission.zip for gluebenchmark.com, from tasks run with ARGS=--do_predict
@@ -100,7 +100,7 @@ push: setup       ## a finished run to the Hub, with its card: make push MODEL=r
 report: setup     ## tables, curves and page of the records in results/: make report ARGS="--add runs/roberta_base"
 	$(PY) results/report.py $(ARGS)
 
-# REPEATS, and in ARGS what else benchmarks/speed.py takes: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
+# REPEATS, and in ARGS further flags of benchmarks/speed.py: --before DIR, --data_dir glue/RTE --model_name_or_path MODEL
 bench: setup      ## every speed comparison with the stock path: make bench OUT=runs/bench.json
 	$(PY) benchmarks/speed.py --output "$(or $(OUT),runs/bench.json)" --repeats $(or $(REPEATS),5) $(ARGS)
 
@@ -108,12 +108,12 @@ faults: setup     ## 1,000 random faults and their outcomes, one to two hours: m
 	mkdir -p "$$(dirname "$(or $(OUT),runs/faults.json)")"
 	$(PY) -m benchmarks.faults --output "$(or $(OUT),runs/faults.json)" $(ARGS)
 
-# no setup, which needs a network; ARGS=--finetune MINUTES=4 after it, ARGS=--dry_run for what is to be carried
+# no setup, as it needs a network; ARGS=--finetune MINUTES=4 after it, ARGS=--dry_run lists the files to copy
 gpu:              ## on one GPU without a network: base's profile, a small RoBERTa, fp16: make gpu MINUTES=8 OUT=runs/gpu
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes $(or $(MINUTES),8) --output_dir "$(or $(OUT),runs/gpu)" $(ARGS)
 
 # masking, formats, batch, data (RoBERTa); spans, sbo (SpanBERT); embedding, sharing, sop (ALBERT). SCALE: demo, mini, paper
-table: setup      ## a comparison of the papers, run and set: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"
+table: setup      ## a table of the papers, run and printed: make table TABLE=masking SCALE=mini ARGS="--set corpus=my_corpus.yaml"
 	test "$(or $(SCALE),demo)" != demo || test -d tokenizer/docstrings || \
 	    $(PY) tokenizer/train_tokenizer.py --corpus presets/corpus/docstrings.yaml --vocab_size 4096 --output_dir tokenizer/docstrings
 	$(PY) experiments/run.py "presets/tables/$(TABLE).yaml" --scale "$(or $(SCALE),demo)" $(ARGS)
