@@ -37,7 +37,7 @@ REFUSED: dict[str, str] = {
     "config_name": "the checkpoint's config is used; --random_weights takes its architecture alone",
     "evaluation_strategy": "--eval_strategy",
     "line_by_line": 'one line per block: JSON lines ({"text": ...}) with --input_format doc_sentences',
-    "logging_dir": "logs are in --output_dir; trackers read TENSORBOARD_LOGGING_DIR and the like",
+    "logging_dir": "logs are in --output_dir; trackers read TENSORBOARD_LOGGING_DIR and similar variables",
     "max_length": "--max_seq_length",
     "model_type": "--config_name FILE (presets/model/*.json, with any model_type), and --config_overrides",
     "no_cuda": "--use_cpu",

@@ -402,7 +402,7 @@ BAD = {
     "two sources": (["--train_file", "x.json"], "data_dir=.* exclude each other"),
     "no data": (["--data_dir", "/nowhere"], "/nowhere/train-v1.1.json is missing"),
     "decay": (["--layer_decay", 1.5], "layer_decay=1.5"),
-    "decay of lamb": (["--layer_decay", 0.5, "--optim", "lamb"], "with adamw_torch and its like, not lamb"),
+    "decay of lamb": (["--layer_decay", 0.5, "--optim", "lamb"], "with Trainer's own optimizers, not lamb"),
 }
 
 

@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     more = "number of controls with random weights; each takes as long as the model"
     parser.add_argument("--random_seeds", type=int, default=1, help=more)
-    parser.add_argument("--bf16", action="store_true", help="matrix products in bf16; changes scores by some 0.01 nats")
+    parser.add_argument("--bf16", action="store_true", help="bf16 matrix products; changes scores by about 0.01 nats")
     parser.add_argument("--output_dir", help="folder for blimp.json and blimp.png")
     values = vars(parser.parse_args(argv))
     name, folder = values["model_name_or_path"], resolve_path(values["model_name_or_path"])

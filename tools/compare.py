@@ -124,7 +124,7 @@ def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, s
 
 
 def cause_of(key: str) -> str | None:
-    """The cause of a difference in a log line's key; None for speed and the like."""
+    """The cause of a difference in a log line's key; None for keys such as speed."""
     if key.startswith("eval_"):
         return None if key.endswith(_OF_SPEED) else "validation"
     if key.endswith("_loss") and key != "train_loss":

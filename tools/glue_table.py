@@ -82,7 +82,7 @@ def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
         raise InputError(f"folder={folder} holds no finished task ({where}): run make glue TASK=rte")
     for name, summary in finished.items():
         if summary["task"] != name:
-            raise InputError(f"{paths[name]} is of the task {summary['task']!r}: rename its folder to that task")
+            raise InputError(f"{paths[name]} has the task {summary['task']!r}: rename its folder to that task")
     return finished
 
 

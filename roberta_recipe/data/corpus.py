@@ -44,7 +44,7 @@ Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of a corpus preset. Exactly one of `dataset`, `files`, `builtin` says where it is."""
+    """One entry of a corpus preset. Exactly one of `dataset`, `files`, `builtin` gives its location."""
 
     name: str  # also a folder of the token cache
     dataset: str | None = None  # Hub id, or a local dataset folder

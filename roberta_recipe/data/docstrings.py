@@ -21,7 +21,7 @@ from roberta_recipe import durable
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.log import Bar
 
-MAX_BYTES = 15_000_000  # some 4 M tokens: more than the demonstration reads in one pass
+MAX_BYTES = 15_000_000  # about 4 M tokens: more than the demonstration reads in one pass
 _WHEEL = "roberta-recipe"  # its name in pyproject.toml
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

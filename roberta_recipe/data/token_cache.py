@@ -1,4 +1,4 @@
-"""Token cache: a corpus tokenized and packed once, memory-mapped, for runs of many passes (paper, Table 9: some 60).
+"""Token cache: a corpus tokenized and packed once, memory-mapped, for runs of many passes (paper, Table 9: about 60).
 
     <folder>/fingerprint.json                      settings; a cache of another corpus, tokenizer, format or length is
                                                    refused

@@ -24,7 +24,7 @@ _LONG = 1000  # characters; training time grows with the square of a word's leng
 def size_for(text_bytes: int) -> int:
     """Vocabulary size for `text_bytes` of text: the demonstration's 4,096 up to 15 MB, the paper's 50,265 from 1 GB on
     (our sample of its text); between them it grows with the text to the power of 0.6, as distinct words do (Heaps'
-    law: 0.4 to 0.6). By Zipf's law, the rarest entry then occurs some 100 times in 15 MB, and 460 times in 1 GB."""
+    law: 0.4 to 0.6). By Zipf's law, the rarest entry then occurs about 100 times in 15 MB, and 460 times in 1 GB."""
     power = math.log(LARGEST / SMALLEST) / math.log(SAMPLE_BYTES / _SMALL_BYTES)
     entries = int(SMALLEST * (text_bytes / _SMALL_BYTES) ** power)
     return LARGEST if text_bytes >= SAMPLE_BYTES else max(SMALLEST, entries // 64 * 64)

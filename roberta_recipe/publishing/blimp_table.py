@@ -68,5 +68,5 @@ def _control_cell(record: BlimpRecord, method: str) -> str:
 
 
 def is_stale(record: BlimpRecord, model: Path) -> bool:
-    """Whether the scores are of other weights than those in the folder `model`."""
+    """Whether the scores belong to weights other than those in the folder `model`."""
     return (model / "model.safetensors").is_file() and record["weights"] != weights.content_hash(str(model))

@@ -89,7 +89,7 @@ def check_arguments(
     decay = args.layer_decay
     if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.custom_names()):
         raise InputError(
-            f"layer_decay={decay} must be above 0 and at most 1; below 1, with adamw_torch and its like, not "
+            f"layer_decay={decay} must be above 0 and at most 1; below 1, with Trainer's own optimizers, not "
             f"{training_args.optim}"
         )
     micro_batch, size = training_args.per_device_train_batch_size, args.global_batch_size
