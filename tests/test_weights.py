@@ -1,5 +1,6 @@
 """Truncated, corrupted and incomplete checkpoints are refused; no weights are initialized instead."""
 
+import copy
 import random
 import shutil
 import struct
@@ -11,8 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
+    PreTrainedModel,
     RobertaForSequenceClassification,
+    RobertaModel,
+    RobertaPreTrainedModel,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
@@ -115,6 +120,48 @@ def test_a_head_that_is_there_in_part(model_dir, tmp_path):
     with pytest.raises(InputError, match=r"has no weights for classifier.dense.bias$"):
         task_heads.load_with_head(AutoModelForSequenceClassification, str(tmp_path / "tuned"), None)
     task_heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path / "tuned"), None, random_weights=True)
+
+
+class MaxPooled(RobertaPreTrainedModel):
+    """The encoder with a head of the user's own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.classifier = torch.nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, **batch):
+        return SequenceClassifierOutput(logits=self.classifier(self.roberta(**batch)[0].amax(1)))
+
+
+class Misnamed(PreTrainedModel):
+    """No weight of a checkpoint has the name of one in `encoder`."""
+
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.encoder = RobertaModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+def test_a_head_of_the_users_own_is_on_the_pretrained_encoder(model_dir):
+    stored, own = load_file(Path(model_dir, "model.safetensors")), task_heads.load_with_head(MaxPooled, model_dir, None)
+    assert (
+        {name for name, tensor in body_of(own).items() if torch.equal(tensor, stored[name])} == {*body_of(own)} > set()
+    )
+    own.set_attn_implementation("sdpa")
+    assert own.config._attn_implementation == "sdpa"
+    with pytest.raises(InputError, match="has no weights for Misnamed, whose base_model_prefix names no encoder"):
+        task_heads.load_with_head(Misnamed, model_dir, None)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(model_dir, tokenizer):
+    longer = copy.deepcopy(tokenizer)
+    longer.add_tokens(["<one>", "<two>"])
+    with pytest.raises(InputError, match=rf"\(resize_token_embeddings\) to {len(longer)}, or tokenizer_name to"):
+        build_model(longer, model_name_or_path=model_dir, max_seq_length=64)
 
 
 def without_a_layer(folder):

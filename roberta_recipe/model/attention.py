@@ -77,7 +77,7 @@ def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
     except (ValueError, ImportError) as error:
         reason = first_line(error)
     if model.config._attn_implementation != name:  # a silent fallback
-        raise InputError(f"attn_implementation={name}: {reason}; use sdpa or eager, or leave it out")
+        raise InputError(f"attn_implementation={name}: {reason}; use sdpa or eager (own class: _supports_sdpa = True)")
     if args.device.type == "cpu" and not args.torch_compile:
         cpu_kernels.use_fast_dropout(model)
     disabled = ""

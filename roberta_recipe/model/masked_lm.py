@@ -194,9 +194,10 @@ def build_model(
             setattr(config, name, value)
     if config.vocab_size not in (entries, padded) or config.pad_token_id != tokenizer.pad_token_id:
         more = f"pad_vocab_to_multiple_of to {config.vocab_size}, " if config.vocab_size > entries else ""
+        size = "the model's vocabulary (resize_token_embeddings)" if model_name_or_path else "vocab_size"
         raise InputError(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
-            f"{config.pad_token_id}, the tokenizer {entries} entries and {tokenizer.pad_token_id}; set vocab_size to "
+            f"{config.pad_token_id}, the tokenizer {entries} entries and {tokenizer.pad_token_id}; set {size} to "
             f"{entries}, {more}or tokenizer_name to the model's own tokenizer"
         )
     weights.check_length(source, max_seq_length, config)

@@ -147,7 +147,7 @@ def load(
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on missing weights
     try:
-        with _explained(f"no weights to load at {where}"):
+        with _explained(f"no weights to load at {where}, in safetensors"):
             model, info = cls.from_pretrained(
                 path_or_hub_id(name),
                 config=config,
@@ -177,6 +177,10 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh
     if fresh_head:  # poolers belong to the heads that use them
         resized_heads = {key.partition(".")[0] for key in resized if not key.startswith(body)}
         loaded = {key.partition(".")[0] for key in model.state_dict().keys() - missing} - resized_heads
+        if not loaded:
+            raise InputError(
+                f"{where} has no weights for {type(model).__name__}, whose base_model_prefix names no encoder"
+            )
         loaded.add(model.base_model_prefix)
         resized = {key for key in resized if key.startswith(body)}
         missing = {key for key in missing if key.partition(".")[0] in loaded and not _is_pooler(key, body)}
