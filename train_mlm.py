@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from roberta_recipe import durable
 from roberta_recipe import record as records
@@ -319,6 +320,7 @@ def show_predictions(sentences: list[str], checkpoint: str) -> None:
     """Print the five most likely words for each `<mask>`, with Hugging Face's `pipeline`."""
     from transformers import pipeline  # a slow import
 
+    unset_hf_deepspeed_config()  # ZeRO 3 would shard the model, and wait for the other ranks
     fill_mask = pipeline("fill-mask", model=checkpoint, tokenizer=checkpoint, device="cpu")
     print()
     for sentence in sentences:

@@ -84,7 +84,7 @@ def test_other_objectives_and_models_are_the_same_under_zero(case, preset, tmp_p
     stage, own = CASES[case]
     (tmp_path / "albert.json").write_text(json.dumps({**SMALL, "shared_parameters": "attention"}))
     own = [str(tmp_path / word) if word.endswith(".json") else word for word in own]
-    flags = ["--config", preset, *own, "--per_device_eval_batch_size", "4"]
+    flags = ["--config", preset, *own, "--per_device_eval_batch_size", "4", "--fill_mask_examples", "The <mask>"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "single"), "--per_device_train_batch_size", "8"])
     flags += ["--per_device_train_batch_size", "2"]
     end_well(deepspeed_ranks(f"zero{stage}", lambda rank: train_mlm.main(flags), tmp_path))
@@ -146,7 +146,7 @@ def test_launch_files_say_where_to_run_and_nothing_else():
 
 def test_the_preset_sets_the_precision(preset, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=true and fp16=false: drop"):
+    with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=true and fp16=false: remove"):
         train_mlm.main(["--config", preset, "--bf16", "true"])
     with pytest.raises(InputError, match=r"mixed_precision=fp16, the preset bf16=false and fp16=false"):
         train_mlm.main(["--config", preset])
@@ -198,9 +198,10 @@ def test_stage_0_is_refused(preset):
         launch_checks.check_deepspeed(_own_file(preset, {"zero_optimization.stage": 0})[0])
 
 
-def test_a_missing_clipping_is_deepspeeds_default_of_none(preset):
-    with pytest.raises(InputError, match=r"gradient_clipping=0\.0 vs hf max_grad_norm=0\.5"):
-        launch_checks.check_deepspeed(_own_file(preset, {}, ["gradient_clipping"])[0])
+def test_keys_that_a_deepspeed_file_lacks_are_those_of_the_files_here(preset):
+    args, _ = _own_file(preset, {}, ["gradient_clipping", "data_types", "communication_data_type"])
+    launch_checks.check_deepspeed(args)
+    assert args.deepspeed_plugin.deepspeed_config == _own_file(preset, {})[1]
 
 
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):

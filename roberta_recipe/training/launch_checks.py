@@ -18,6 +18,12 @@ _REFUSED_PLUGINS = {
 }
 _WORKERS_PER_CORE = 16  # at most
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as in accelerate
+# for keys that a DeepSpeed configuration lacks; DeepSpeed's defaults clip at 1.0, and sum in half precision
+DEEPSPEED_DEFAULTS = {
+    "gradient_clipping": "auto",
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
 _REPLACED_SECTIONS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a DeepSpeed configuration
 
 
@@ -58,8 +64,8 @@ def check(args: TrainingArguments) -> None:
 
 
 def check_deepspeed(args: TrainingArguments) -> None:
-    """Raise `InputError` for `--deepspeed` (its "auto" values would be filled in before the batch is derived) and for a
-    launcher's DeepSpeed configuration that contradicts `args`. Call it after `arguments.derive`."""
+    """Fill a launcher's DeepSpeed configuration with `DEEPSPEED_DEFAULTS`. Raise `InputError` if it contradicts `args`,
+    and for `--deepspeed` (its "auto" is filled in before the batch is derived). Call it after `arguments.derive`."""
     if args.deepspeed:
         raise InputError(
             f"deepspeed={args.deepspeed}: use a launch file, e.g. accelerate launch --config_file "
@@ -69,9 +75,10 @@ def check_deepspeed(args: TrainingArguments) -> None:
         return
     if not args.deepspeed_plugin.zero_stage:
         raise InputError("zero_stage=0 shards nothing: use stage 1, 2 or 3, or a launch file without DeepSpeed")
+    for key, value in DEEPSPEED_DEFAULTS.items():
+        args.deepspeed_plugin.deepspeed_config.setdefault(key, value)
     # a copy: "auto" stays for Trainer to fill in
     config = HfTrainerDeepSpeedConfig(args.deepspeed_plugin.deepspeed_config)
-    config.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default, which Trainer does not compare
     config.trainer_config_process(args)
     differences = [line.removeprefix("- ds ") for line in config.mismatches]
     differences += [f"section {name!r}" for name in _REPLACED_SECTIONS if name in config.config]
