@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> Summary:
     preset, sweep_flags = default_preset(argv), SWEEP_FLAGS if args.sweep else ()
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, preset, sweep_flags)
 
-    # 5. Median and spread over seeds, with the paper's if it has the task.
+    # 5. Median and spread over seeds, beside the paper's if it has the task.
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)

@@ -38,6 +38,7 @@ from roberta_recipe.errors import exit_on_error
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
 from roberta_recipe.record import CURVE_NAME
+from tools import compare
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with Ctrl-C ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
@@ -357,6 +358,13 @@ def second_of_training(preset, *others, **values):
     }
     argv = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
     return ["--config", str(preset), *argv, *map(str, others)]
+
+
+def same_run(first, second):
+    """Whether `tools/compare.py` finds two runs equal; prints the differences."""
+    same, lines = compare.compare(compare.read_run(Path(first)), compare.read_run(Path(second)))
+    print("\n".join(lines))
+    return same
 
 
 def losses(record):

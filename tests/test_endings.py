@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import Forked
+from conftest import Forked, same_run
 from glue_runs import data_dir, flags  # noqa: F401
 
 import finetune_glue
@@ -23,7 +23,6 @@ from roberta_recipe.publishing import plots
 from roberta_recipe.training import checkpoint, stopping
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from tools import compare
 
 RUN = "lr0.001-batch8-seed1"
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
@@ -77,7 +76,7 @@ def test_a_signal_saves_the_step_and_the_same_command_continues(preset, tmp_path
     )
     assert checkpoint.newest_first(tmp_path / "run")[0].name == "checkpoint-5"
     assert train(preset, *SAVING)["resumes"] == 1
-    assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+    assert same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_an_interrupt_that_also_ends_the_reader_of_the_output_saves_the_step(preset, tmp_path, at_step, monkeypatch):
@@ -159,7 +158,7 @@ def test_a_time_limit_ends_a_run_that_the_same_command_continues(preset, tmp_pat
         said = capsys.readouterr().out
         assert ("stopped by max_train_minutes" in said and "Continue with: " in said) == (steps[-1] < 6)
     assert steps == list(range(1, 7)) and records[-1]["resumes"] == 5
-    assert compare.main([str(tmp_path / "whole"), str(tmp_path / "run")])
+    assert same_run(tmp_path / "whole", tmp_path / "run")
     with pytest.raises(InputError, match="already holds a finished run"):
         train(preset, *few, *limit)
 
@@ -184,7 +183,7 @@ def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_pat
     with pytest.raises(Stopped, match=rf"stopped by Ctrl-C: step {step} of 9 is saved"):
         glue("stopped")
     assert glue("stopped")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
-    assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "stopped" / RUN)])
+    assert same_run(tmp_path / "whole" / RUN, tmp_path / "stopped" / RUN)
 
 
 def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, tmp_path, monkeypatch):
@@ -203,7 +202,7 @@ def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, t
         glue("killed")
     assert glue("killed")["settings"][0]["seeds"] == whole["settings"][0]["seeds"]
     assert calls == [3, 6, 6, 9]
-    assert compare.main([str(tmp_path / "whole" / RUN), str(tmp_path / "killed" / RUN)])
+    assert same_run(tmp_path / "whole" / RUN, tmp_path / "killed" / RUN)
 
 
 @pytest.mark.parametrize(("number", "code", "by"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])

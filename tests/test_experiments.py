@@ -17,14 +17,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
-from conftest import Forked, make_documents, run_python, write_text
+from conftest import Forked, make_documents, run_python, same_run, write_text
 
 import train_mlm
 from experiments import checks, lists
 from experiments import run as experiments
 from roberta_recipe import durable, hardware, standard_error
 from roberta_recipe.errors import InputError, RunError
-from tools import compare, words
+from tools import words
 
 SLOW = {"max_steps": 100000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
@@ -196,7 +196,7 @@ def test_stopped_and_continued_the_weights_are_those_of_an_uninterrupted_list(wr
     resumed = 0
     for record in records(tmp_path / "whole"):
         other = tmp_path / "out" / record.relative_to(tmp_path / "whole")
-        assert compare.main([str(record.parent), str(other.parent)])
+        assert same_run(record.parent, other.parent)
         weights = [path.parent.joinpath("model.safetensors").read_bytes() for path in (record, other)]
         assert weights[0] == weights[1]
         resumed += durable.read_json(other)["resumes"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Forked, forked_ranks
+from conftest import Forked, forked_ranks, same_run
 from safetensors.torch import save_file
 
 import train_mlm
@@ -23,7 +23,6 @@ from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.training import checkpoint
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from tools import compare
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
 WORKER = ["--dataloader_num_workers", "1"]
@@ -79,7 +78,7 @@ def test_killed_twice_and_started_again_a_run_is_the_same_run(dropout, tmp_path,
     ranks = start_ranks("killed")
     assert [rank.end() for rank in ranks] == [0, 0] and "Resuming" in ranks[0].log
     assert history(tmp_path / "killed") == history(tmp_path / "alone") and len(history(tmp_path / "alone")) == 12
-    assert compare.main([str(tmp_path / "killed"), str(tmp_path / "alone")])  # weights, optimizer, scheduler
+    assert same_run(tmp_path / "killed", tmp_path / "alone")  # weights, optimizer, scheduler
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -28,9 +28,10 @@ class SquadExample:
         return any(self.context[start : start + len(text)] != text for text, start in self.answers)
 
 
-def read_file(path: Path, version_2: bool) -> list[SquadExample]:
-    """The questions of a file: SQuAD's JSON, or rows with `id`, `context`, `question` and `answers` (the Hub's columns)
-    as a JSON list, below `data`, or as JSON lines. Raises `InputError` with the file and the question."""
+def read_file(path: Path, version_2: bool | None) -> list[SquadExample]:
+    """The questions of a file, of any version if `version_2` is None: SQuAD's JSON, or rows with `id`, `context`,
+    `question` and `answers` (the Hub's columns) as a JSON list, below `data`, or as JSON lines. Raises `InputError`
+    with the file and the question."""
     with parsing(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
         rows = list(_rows(_content(path)))
     questions = []
@@ -85,7 +86,7 @@ def parse_question(where: str, context: Any, entry: dict[str, Any]) -> SquadExam
     return SquadExample(entry["id"], question.strip(), context, pairs)
 
 
-def check_questions(questions: list[SquadExample], where: str, version_2: bool) -> list[SquadExample]:
+def check_questions(questions: list[SquadExample], where: str, version_2: bool | None) -> list[SquadExample]:
     """The same questions. Raises `InputError` for a duplicate id, no answers at all, or data of the other version."""
     seen = set()
     for question in questions:
@@ -95,7 +96,7 @@ def check_questions(questions: list[SquadExample], where: str, version_2: bool) 
     unanswerable = [question.id for question in questions if not question.answers]
     if len(unanswerable) == len(questions):
         raise InputError(f"{where}: none of {len(questions)} questions has an answer")
-    if unanswerable and not version_2:
+    if unanswerable and version_2 is False:
         raise InputError(
             f"{where}: {len(unanswerable):,} questions have no answer ({listed(unanswerable)}), and this is version "
             "1.1; for 2.0, --version_2_with_negative (to fine-tune: --config presets/squad/v2.0.yaml)"
