@@ -36,10 +36,10 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 demo: setup       ## a small RoBERTa from raw text in minutes; resumes a stopped one; `make clean` removes it
 	$(LAUNCH) train_mlm.py
 
-test: setup       ## the whole suite, CPU, offline: about eight minutes on two cores
+test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
-test-slow: setup  ## the tests that `make test` skips: lists of experiments, a SLURM job, the GPU script at tiny sizes, BLiMP in several processes, ZeRO-3 with offload
+test-slow: setup  ## the tests that `make test` skips: lists of experiments, a SLURM job, the GPU script at tiny sizes, BLiMP under ZeRO 3
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m slow
 
 lint: setup       ## ruff: checks and format

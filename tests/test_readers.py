@@ -14,6 +14,7 @@ import threading
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 from conftest import corpus_of, make_documents, write_parquet
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_corpus import TEXTS, check, texts_of
 
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Source
@@ -298,7 +300,7 @@ def test_lost_rows_are_in_the_counts_of_a_run(tmp_path, tokenizer, suffix):
 class Server(http.server.BaseHTTPRequestHandler):
     """A folder over HTTP; the first `failures` requests get status 503."""
 
-    failures = 0
+    failures, modified = 0, "Mon, 06 Jan 2025 00:00:00 GMT"
     files = {  # noqa: RUF012
         "/text/": b'<a href="a.txt">a</a> <a href="b.txt">b</a> <a href=".c.txt">c</a>',
         "/text/a.txt": "\n\n".join(TEXTS[:30]).encode(),
@@ -314,6 +316,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "text/plain")
         self.send_header("Content-Length", str(len(content)))
+        self.send_header("Last-Modified", self.modified)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
@@ -324,7 +327,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_files_over_http_are_listed_read_and_retried(monkeypatch, caplog):
+def test_files_over_http_are_listed_read_and_retried(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01,) * 3)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -343,6 +346,31 @@ def test_files_over_http_are_listed_read_and_retried(monkeypatch, caplog):
         Server.failures = 0
         with pytest.raises(InputError, match=r"cannot list '.*none.txt'"):
             texts_of(files=f"{url}none.txt")
+
+        versions = set()
+        for Server.modified in ("Mon, 06 Jan 2025 00:00:00 GMT", "Tue, 07 Jan 2025 00:00:00 GMT"):
+            versions.add(str(corpora.hash_files(corpus, tmp_path).file_hashes[f"{url}a.txt"].values))
+        assert len(versions) == 2  # the server has no ETag
+
+
+@pytest.mark.parametrize("name", ["bad.txt.gz", "bad.txt.xz", "bad.parquet"])
+def test_a_damaged_file_over_http_is_a_bad_shard(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01,))
+    path, text = tmp_path / name, "\n\n".join(TEXTS).encode()
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": TEXTS}), path, compression="snappy")
+        content = bytearray(path.read_bytes())
+        content[40:80] = bytes(40)
+    else:
+        content = {"gz": gzip, "xz": lzma}[name[-2:]].compress(text)[:-40]
+    monkeypatch.setitem(Server.files, f"/text/{name}", bytes(content))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/text/{name}"
+        corpus = corpus_of("c", [Source("s", files=url)], validation_share=1e-9, on_bad_shard="skip")
+        assert len(list(reading.documents(corpus, corpus.sources[0], "train", seed=0))) < len(TEXTS)
+        with pytest.raises(reading.BadShard, match="on_bad_shard: skip"):
+            list(reading.read_file(corpus.sources[0], corpus.files(corpus.sources[0], "train")[0], url))
         server.shutdown()
     with pytest.raises(InputError, match=r"cannot list 'gs://a/b.txt': .*gcsfs"):
         texts_of(files="gs://a/b.txt")

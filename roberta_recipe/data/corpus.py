@@ -36,7 +36,7 @@ BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, us
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a newer file may change without new timestamps
 # keys of fsspec's `info`, the most reliable first
-_VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified")
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime", "LastModified", "Last-Modified")
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import itertools
+import lzma
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,7 +47,9 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
             raise InputError(f"source {source.name!r}: {path} {error}") from None
         except Exception as error:  # pyarrow, json and fsspec raise many types
             reason, delay_s = f"{type(error).__name__}: {first_line(error.__cause__ or error)}", next(delays, None)
-            if not _is_transient(error, path):
+            # an error of decompression or Parquet; those of networks have a number or another type
+            is_damaged = isinstance(error, EOFError | lzma.LZMAError) or (type(error) is OSError and not error.errno)
+            if not _is_transient(error, path) or (is_damaged and delay_s is None):
                 raise _bad_shard(source, path, row, reason) from error
             if delay_s is None:  # an outage, not a bad file: `on_bad_shard: skip` does not apply
                 raise InputError(f"source {source.name!r}: cannot read {path}: {reason} (row {row})") from error
@@ -58,7 +61,7 @@ def read_file(source: Source, format: str, path: str, start: int = 0) -> Iterato
 
 def _is_transient(error: Exception, path: str) -> bool:
     """Whether a retry may succeed. fsspec raises `FileNotFoundError` for HTTP status 503, too."""
-    if "://" in path:  # pyarrow's and json's errors are ValueErrors
+    if "://" in path:
         return not isinstance(error, ValueError | ImportError | PermissionError)
     return isinstance(error, OSError) and error.errno in _TRANSIENT
 

@@ -29,7 +29,7 @@ from roberta_recipe.model import weights
 from roberta_recipe.publishing import blimp_table, card
 from roberta_recipe.training.checkpoint import hash_of_weights, newest_first
 
-RETRY_AFTER_S = (2, 8, 30)  # huggingface_hub retries uploads of large files only
+RETRY_AFTER_S = (2, 8, 30)  # huggingface_hub itself retries uploads only
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _REFUSALS = (hub_errors.OfflineModeIsEnabled, hub_errors.LocalTokenNotFoundError, PermissionError, ValueError)
 _MODEL = ("config.json", "*.safetensors", "tokenizer*")

@@ -54,14 +54,14 @@ _LOCKED = {
     "a checkpoint without optimizer, schedule and random state would resume as another run; the output folder has the "
     "model alone": ("save_only_model",),
     "only rank 0 writes the checkpoint": ("save_on_each_node",),
-    "a checkpoint that was saved on SIGTERM would stop the run again": ("restore_callback_states_from_checkpoint",),
+    "no callback of this recipe has a state that Trainer restores": ("restore_callback_states_from_checkpoint",),
     "it can change the batch, and count validation examples twice": ("accelerator_config",),
     "each process has the whole model, unless DeepSpeed shards it": ("parallelism_config", "fsdp", "fsdp_config"),
     "the order of the examples is a function of the seed": ("dataloader_in_order", "train_sampling_strategy"),
     "it fails where gradients are accumulated": ("ddp_static_graph",),
     "data workers are forked": ("dataloader_multiprocessing_context",),
     "collators need columns that the model does not take": ("remove_unused_columns",),
-    "metrics need the scores in the order of the examples": ("eval_do_concat_batches",),
+    "no evaluation of this recipe reads it": ("eval_do_concat_batches",),
     "a resumed run takes the examples after the checkpoint's": ("ignore_data_skip",),
 }
 _LAST_STEP = "pretraining keeps its last step, after the learning rate's decay; earlier checkpoints stay"

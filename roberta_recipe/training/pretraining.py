@@ -161,7 +161,7 @@ def derive(args: MlmArguments, training_args: MlmTrainingArguments) -> None:
     if args.input_format in ("doc_sentences", "sentence_pair"):  # several sequences in one block
         attention.check_shared_rows(config, training_args.attn_implementation, args.input_format)
     if training_args.dataloader_num_workers and not args.token_cache:
-        # a forked worker would hang if its parent has started the tokenizer's threads
+        # else a forked worker would tokenize with one thread, or hang if its parent has started threads
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
