@@ -19,16 +19,8 @@ from roberta_recipe.log import listed
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
-_OFFSET = (
-    "camembert",
-    "data2vec-text",
-    "ibert",
-    "lilt",
-    "longformer",
-    "luke",
-    "mpnet",
-    "xmod",
-)  # positions as RoBERTa's
+# positions as RoBERTa's
+_OFFSET = ["camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet", "xmod"]
 
 
 @contextlib.contextmanager
