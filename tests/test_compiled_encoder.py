@@ -48,7 +48,7 @@ def test_a_run_compiles_one_graph_and_evaluates_without(preset, tmp_path, monkey
     plain = train_mlm.main([*map(str, flags), "--output_dir", str(tmp_path / "plain")])
     torch.backends.cuda.matmul.allow_tf32 = True  # as accelerate does on a GPU
     compiled = train_mlm.main([*map(str, flags), "--torch_compile", "true", "--output_dir", str(tmp_path / "compiled")])
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert counter.frame_count == 1 and not counters["graph_break"]
     assert logged_losses(compiled) == pytest.approx(logged_losses(plain), rel=1e-4)
     assert compiled["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=1e-4)

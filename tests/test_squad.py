@@ -375,7 +375,7 @@ def test_shapes_of_public_files(tmp_path, lines):
         (tmp_path / "x.json").write_text(text)
         assert squad_files.read_file(tmp_path / "x.json", version_2=True) == wanted
     (tmp_path / "x.json").write_text(json.dumps([{**row, "id": n} for n, row in enumerate(rows)]))
-    assert [q.id for q in squad_files.read_file(tmp_path / "x.json", True)] == [str(n) for n in range(len(rows))]
+    assert [q.id for q in squad_files.read_file(tmp_path / "x.json", None)] == [str(n) for n in range(len(rows))]
 
 
 def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):

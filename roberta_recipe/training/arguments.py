@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.utils.import_utils import enable_tf32
 
 from roberta_recipe import hardware
 from roberta_recipe.data import MaskingUnit
@@ -117,8 +116,6 @@ class RecipeTrainingArguments(TrainingArguments):
         if optim in optimizers.custom_names():  # Trainer does not know them
             self.optim = "adamw_torch"
         super().__post_init__()
-        if self.torch_compile and not self.tf32:  # TrainingArguments enables it with torch_compile
-            enable_tf32(False)
         self.optim = optim if optim in optimizers.custom_names() else self.optim
         # Trainer would push before the checkpoint is complete, with a pickle of the arguments, token and all
         self.publishes, self.push_to_hub = self.push_to_hub, False

@@ -100,8 +100,9 @@ class DurableTrainer(Trainer):
         vars(trainer_args).update(save_total_limit=None, run_name=name)  # Trainer would rotate before the seal
         with library_errors():
             super().__init__(args=trainer_args, callbacks=own, **kwargs)
-        if self.args.torch_compile and not self.args.tf32:
-            torch.backends.cuda.matmul.allow_tf32 = False  # accelerate sets it with torch_compile in fp32
+        if self.args.torch_compile and not self.args.tf32:  # TrainingArguments and accelerate have enabled it
+            torch.backends.fp32_precision = "ieee"
+            torch.backends.cuda.matmul.allow_tf32 = False
         self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
         self.fingerprint, self.label_columns, self.save_total_limit = fingerprint, label_columns, args.save_total_limit
         # (objectives,): this process's losses of the current step, and of the `_steps` since the last log line
