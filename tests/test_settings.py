@@ -12,6 +12,7 @@ import finetune_race
 import finetune_squad
 import train_mlm
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import weights
 from roberta_recipe.record import write_preset
 from roberta_recipe.settings import check_mapping, flags_of, load_yaml
 from roberta_recipe.training.pretraining import check_data
@@ -208,6 +209,15 @@ def test_presets_are_table_9(root, name, learning_rate, warmup_steps):
     assert (args.global_batch_size, training.max_steps, args.max_seq_length) == (8192, 500_000, 512)
     assert (training.weight_decay, training.lr_scheduler_type, args.mlm_probability) == (0.01, "linear", 0.15)
     assert (args.input_format, training.max_grad_norm) == ("full_sentences", 0.0)
+
+
+def test_modernbert_has_the_rotation_and_decay_of_its_first_phase(root):
+    """Base 10,000 in all layers (160,000 is the second phase's), and a weight decay of 1e-5 after AdamW's
+    multiplication by the learning rate (arXiv 2412.13663, section 2.2 and appendix A.3)."""
+    (args, training), _ = parsed(["--use_cpu", "--bf16", "false"], root / "presets" / "mlm" / "modernbert_base.yaml")
+    config = weights.fresh_config(str(root / args.config_name), None)
+    assert {of["rope_theta"] for of in config.rope_parameters.values()} == {10_000} and len(config.rope_parameters) == 2
+    assert training.weight_decay * training.learning_rate == pytest.approx(1e-5)
 
 
 def test_every_preset_of_the_repository_is_valid(root):
