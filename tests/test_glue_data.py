@@ -194,7 +194,7 @@ def test_bad_rows_are_named(tmp_path, name, lines, said):
 
 
 def test_presets_are_fairseqs(root):
-    """The table of examples/roberta/README.glue.md: learning rate, batch, updates, warm-up."""
+    """The table of examples/roberta/README.glue.md in fairseq 0.9: learning rate, batch, updates, warm-up."""
     table = {
         "mnli": (1e-5, 32, 123873, 7432),
         "qnli": (1e-5, 32, 33112, 1986),
