@@ -218,8 +218,8 @@ def wsc_loss(
     """A schema's loss from the scores of the query () and of the other candidates (candidates,).
 
     "margin": the sum over candidates of -query + 5 x max(0, candidate - query + 0.4), as in the paper (5 and 0.4 are
-    from fairseq's WinoGrande command; its defaults are 1 and 0). "cross_entropy": of the query among all phrases,
-    fairseq's default (92.3 against about 90 on SuperGLUE's validation set).
+    from fairseq's WinoGrande command; its defaults are 1 and 0). "cross_entropy": of the query among all phrases, in
+    fairseq's command for WSC (92.3 against about 90 on SuperGLUE's validation set).
     """
     if form == "margin":
         return (-query_score + 5.0 * (candidate_scores - query_score + 0.4).clamp(min=0)).sum()
