@@ -1,5 +1,5 @@
 r"""Stock masked-LM pretraining, as in transformers' run_mlm.py, for `speed.py` and `loss_over_time.py`: chunks of fixed
-size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults.
+size, `DataCollatorForLanguageModeling`, `RobertaForMaskedLM`, `Trainer` with its defaults but for 6% of warm-up.
 
     python benchmarks/stock_mlm.py TEXT.jsonl HELD_OUT.jsonl TOKENIZER CONFIG.json OUTPUT_DIR STEPS BATCH SEQ_LEN RATE \
         [EVAL_STEPS]
