@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, RobertaConfig, TrainerCallback
 
+import train_mlm
 from roberta_recipe import hardware
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data.tokenizer_training import train_tokenizer
@@ -190,6 +191,14 @@ def deepspeed_ranks(monkeypatch):
     return start
 
 
+def wait_until(condition, timeout_s=120):
+    """Wait until `condition()` is true; fails the test after a timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert condition()
+
+
 def wait_for_step(process, log, step):
     """Wait until a run has logged step `step`, or has ended."""
     deadline_s = time.monotonic() + 120
@@ -347,6 +356,19 @@ disable_tqdm: true
         encoding="utf-8",
     )
     return str(path)
+
+
+@pytest.fixture
+def dropout(config, preset, tmp_path):
+    """The preset with dropout, so that a checkpoint must hold the random state."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
+    config.to_json_file(tmp_path / "config.json")
+    return preset
+
+
+def train(preset, *argv):
+    """Pretrain with a preset and further flags; returns the run record."""
+    return train_mlm.main(["--config", str(preset), *map(str, argv)])
 
 
 def second_of_training(preset, *others, **values):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from conftest import losses
 from test_modeling import make_blocks
-from test_train_mlm import logged_losses
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
@@ -50,6 +50,6 @@ def test_a_run_compiles_one_graph_and_evaluates_without(preset, tmp_path, monkey
     compiled = train_mlm.main([*map(str, flags), "--torch_compile", "true", "--output_dir", str(tmp_path / "compiled")])
     assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert counter.frame_count == 1 and not counters["graph_break"]
-    assert logged_losses(compiled) == pytest.approx(logged_losses(plain), rel=1e-4)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
     assert compiled["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=1e-4)
     assert compiled["digest"] == plain["digest"] and compiled["tokens_seen"] == plain["tokens_seen"]

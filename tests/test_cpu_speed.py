@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 import transformers
-from conftest import ROOT, Forked, make_documents, run_python, write_jsonl
+from conftest import ROOT, Forked, make_documents, run_python, train, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +19,6 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.model import attention, cpu_kernels
 from roberta_recipe.settings import value_of
 from roberta_recipe.training.arguments import RecipeTrainingArguments
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.003])

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import Forked
-from test_resume import SAVING, WORKER, train, wait_for_line
+from conftest import Forked, train, wait_until
+from test_resume import SAVING, WORKER, wait_for_line
 
 from roberta_recipe.errors import RunError, Stopped
 from roberta_recipe.training import data_loading, data_workers
@@ -67,8 +67,7 @@ def stuck(preset, tmp_path, monkeypatch):
     monkeypatch.setattr(data_workers, "GRACE_S", 0.5)
     run = Forked(lambda: train(preset, *SAVING, *WORKER), tmp_path / "log")
     wait_for_line(run, "step 3/12  loss", 1)
-    while not (tmp_path / "stops").exists():
-        time.sleep(0.01)
+    wait_until((tmp_path / "stops").exists)
     return run
 
 

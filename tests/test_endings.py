@@ -12,11 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import Forked, same_run
+from conftest import Forked, same_run, train, wait_until
 from glue_runs import data_dir, flags  # noqa: F401
 
 import finetune_glue
-import train_mlm
 from roberta_recipe import durable, errors, hardware, launcher
 from roberta_recipe.errors import InputError, Stopped
 from roberta_recipe.publishing import plots
@@ -26,10 +25,6 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 RUN = "lr0.001-batch8-seed1"
 SAVING = ["--save_strategy", "steps", "--save_steps", "3", "--max_steps", "12"]
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
 
 
 @pytest.fixture
@@ -124,9 +119,7 @@ def test_a_stop_in_an_evaluation_is_outlived_by_its_data_worker(preset, tmp_path
     monkeypatch.setattr(MlmTrainer, "_equal_batch_counts", slowly)
     evaluating = ["--eval_strategy", "steps", "--eval_steps", 5, "--dataloader_num_workers", 1]
     run = Forked(lambda: train(preset, *SAVING, *evaluating), tmp_path / "log")
-    deadline_s = time.monotonic() + 60
-    while not (tmp_path / "evaluates").exists() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until((tmp_path / "evaluates").exists)
     workers = psutil.Process(run.pid).children(recursive=True)
     for process in [*workers, psutil.Process(run.pid)]:
         process.send_signal(signal.SIGTERM)
@@ -208,8 +201,7 @@ def test_killed_in_an_evaluation_a_fine_tuning_measures_that_epoch_again(glue, t
 @pytest.mark.parametrize(("number", "code", "by"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
 def test_a_signal_outside_of_training_is_one_line(tmp_path, number, code, by):
     run = Forked(lambda: (print("ready", flush=True), time.sleep(60)), tmp_path / "log")
-    while "ready" not in run.log:
-        time.sleep(0.01)
+    wait_until(lambda: "ready" in run.log)
     os.kill(run.pid, number)
     assert run.end() == code
     assert run.log.splitlines()[1:] == [f"ended by {by}; saved files are complete. {launcher.resume_hint()}"]

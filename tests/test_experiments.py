@@ -10,14 +10,13 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
-from conftest import Forked, make_documents, run_python, same_run, write_text
+from conftest import Forked, make_documents, run_python, same_run, wait_until, write_text
 
 import train_mlm
 from experiments import checks, lists
@@ -81,13 +80,6 @@ def write(tmp_path, preset):
 
 def records(folder):
     return sorted(Path(folder).glob("*/seed-*/run/run_record.json"))
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert condition()
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import forked_ranks, make_documents, write_parquet
+from conftest import forked_ranks, make_documents, train, write_parquet
 
-import train_mlm
 from roberta_recipe import durable, input_files
 from roberta_recipe.data.corpus import Corpus, Source
 from roberta_recipe.data.masking import IGNORED, MlmCollator
@@ -55,10 +54,6 @@ def told(output_dir, step, *argv):
     """The tool's rows of a step, as in `hooked`."""
     found = explain.main(["--output-dir", str(output_dir), "--step", str(step), "--show_blocks", "99", *argv])
     return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in found]
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
 
 
 SOURCES = {

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import make_documents, write_parquet
+from conftest import make_documents, train, write_parquet
 from torch.nn import functional
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -32,17 +32,6 @@ spec = importlib.util.spec_from_file_location("benchmark_of_flags", ROOT / "benc
 flags = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(flags)
 SAVING = ["--save_strategy", "steps", "--save_steps", "2"]
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
-
-
-@pytest.fixture
-def dropout(config, preset, tmp_path):
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
-    config.to_json_file(tmp_path / "config.json")
-    return preset
 
 
 # Every flag

@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import yaml
-from conftest import run_python
+from conftest import run_python, train
 from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -48,10 +48,6 @@ def server(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(hub, "RETRY_AFTER_S", (0, 0, 0))
         yield server
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), "--max_steps", "4", *map(str, argv)])
 
 
 def card_of(files):

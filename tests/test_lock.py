@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Forked, wait_for_step
+from conftest import Forked, wait_for_step, wait_until
 
 import train_mlm
 from roberta_recipe import durable
@@ -18,13 +18,6 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.training import checkpoint
 
 LONG = ["--max_steps", "100000", "--save_strategy", "steps", "--save_steps", "2"]
-
-
-def wait_until(condition, timeout_s=120):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert condition()
 
 
 def in_child(folder, log):

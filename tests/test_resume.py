@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Forked, forked_ranks, same_run
+from conftest import Forked, forked_ranks, same_run, train
 from safetensors.torch import save_file
 
-import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import chunks
 from roberta_recipe.errors import InputError, is_disk_full
@@ -29,21 +28,9 @@ WORKER = ["--dataloader_num_workers", "1"]
 KEYS = ("step", "loss", "grad_norm", "tokens_seen", "blocks_digest", "digest")
 
 
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
-
-
 def history(output_dir, step=12):
     log = durable.read_json(Path(output_dir) / f"checkpoint-{step}" / "trainer_state.json")["log_history"]
     return [{key: entry[key] for key in KEYS} for entry in log if "loss" in entry]
-
-
-@pytest.fixture
-def dropout(config, preset, tmp_path):
-    """The preset with dropout, so that a checkpoint must hold the random state."""
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.1
-    config.to_json_file(tmp_path / "config.json")
-    return preset
 
 
 def wait_for_line(run, line, times):

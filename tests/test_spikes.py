@@ -4,9 +4,8 @@ import re
 import shutil
 
 import pytest
-from conftest import run_python
+from conftest import run_python, train
 
-import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.data import order
 from roberta_recipe.errors import InputError, RunError, Stopped
@@ -15,10 +14,6 @@ from roberta_recipe.training import stopping
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "12"]
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
 
 
 def weights(output_dir):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import Forked, corpus_of, forked_ranks, make_documents, write_jsonl
+from conftest import Forked, corpus_of, forked_ranks, make_documents, wait_until, write_jsonl
 from test_stream import blocks_of, facts, reader_of
 
 from roberta_recipe import durable
@@ -161,8 +161,7 @@ def test_sigterm_of_the_launcher_ends_the_first_process_too(tmp_path):
             time.sleep(60)
 
     ranks = forked_ranks(start, tmp_path)
-    while len(list(tmp_path.glob("began*"))) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2)
     time.sleep(0.5)
     for rank in reversed(ranks):
         os.kill(rank.pid, signal.SIGTERM)
@@ -181,8 +180,7 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped_and_notices_a_lost_one(
             time.sleep(60 * rank)
 
     ranks = forked_ranks(start, tmp_path)
-    while len(list(tmp_path.glob("began*"))) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2)
     time.sleep(0.5)
     os.kill(ranks[rank].pid, number)
     assert ranks[0].end(20) == code and line in ranks[0].log, ranks[0].log
@@ -280,8 +278,7 @@ def test_packing_that_is_stopped_is_one_line_and_continues(corpus, tokenizer, tm
 
     monkeypatch.setattr(token_cache, "_write_shard", slow)
     run = Forked(lambda: (os.setpgid(0, 0), token_cache.build(folder, reader, num_proc=2)), tmp_path / "log")
-    while len(list(folder.glob("b/*.bin"))) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(folder.glob("b/*.bin"))) >= 2)
     os.killpg(run.pid, number)  # as a terminal does
     assert run.end(20) == {"Ctrl-C": 130, "SIGTERM": 75}[by]
     last = run.log.strip().splitlines()[-1]

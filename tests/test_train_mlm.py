@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import Forked, copied, end_well, forked_ranks, make_documents, run_python, write_text
+from conftest import Forked, copied, end_well, forked_ranks, losses, make_documents, run_python, train, write_text
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 import train_mlm
@@ -21,14 +21,6 @@ from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training import batch, checkpoint, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import evaluate, pack
-
-
-def train(preset, *argv):
-    return train_mlm.main(["--config", str(preset), *map(str, argv)])
-
-
-def logged_losses(record):
-    return [loss for _, loss in record["loss_at_steps"]["train"]]
 
 
 def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
@@ -135,13 +127,13 @@ def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
     measured, _ = evaluate.main(["--model_name_or_path", "packed"])  # where the cache is not
     assert not Path("runs").exists()
     assert measured["eval_loss"] == packed["metrics"]["eval_loss"]
-    assert packed["digest"] == from_text["digest"] and logged_losses(packed) == logged_losses(from_text)
+    assert packed["digest"] == from_text["digest"] and losses(packed) == losses(from_text)
 
 
 def test_a_saved_preset_repeats_the_run(preset, tmp_path):
     first = train(preset, "--mask_count", "exact", "--output_dir", tmp_path / "a")
     again = train(tmp_path / "a" / "preset.yaml", "--output_dir", tmp_path / "b")
-    assert logged_losses(again) == logged_losses(first) and len(logged_losses(first)) == 4
+    assert losses(again) == losses(first) and len(losses(first)) == 4
     assert again["metrics"]["eval_loss"] == first["metrics"]["eval_loss"]
     assert again["resolved_args"] == {**first["resolved_args"], "output_dir": str(tmp_path / "b")}
 
@@ -179,7 +171,7 @@ def test_transformers_own_collator_drops_in(preset, tmp_path, monkeypatch):
     stock = train(preset, "--learning_rate", 0, "--output_dir", tmp_path / "stock")
     assert stock["metrics"]["eval_loss"] == pytest.approx(own["metrics"]["eval_loss"], rel=1e-6)
     assert stock["blocks_digest"] == own["blocks_digest"] and stock["digest"] != own["digest"]
-    assert len(logged_losses(stock)) == 4 and logged_losses(stock) != logged_losses(own)
+    assert len(losses(stock)) == 4 and losses(stock) != losses(own)
 
 
 def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_path):
@@ -189,7 +181,7 @@ def test_a_run_depends_neither_on_micro_batch_nor_on_data_worker(preset, tmp_pat
     small = train(
         preset, "--output_dir", tmp_path / "b", "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1
     )
-    assert logged_losses(small) == pytest.approx(logged_losses(whole), rel=1e-5)
+    assert losses(small) == pytest.approx(losses(whole), rel=1e-5)
     assert small["metrics"]["eval_loss"] == pytest.approx(whole["metrics"]["eval_loss"], rel=1e-5)
     assert small["tokens_seen"] == whole["tokens_seen"]
     batches = train(preset, "--output_dir", tmp_path / "c", "--per_device_eval_batch_size", 3)
@@ -233,8 +225,8 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
     for name in ("tokens", "unigram_entropy", "documents"):  # of the source, not of all
         assert by_source["animals"][name] != by_source["others"][name], name
     assert record["metrics"]["eval_documents"] == sum(measured["documents"] for measured in by_source.values())
-    losses = [measured["loss"] for measured in by_source.values()]
-    assert min(losses) < record["metrics"]["eval_loss"] < max(losses)
+    of_sources = [measured["loss"] for measured in by_source.values()]
+    assert min(of_sources) < record["metrics"]["eval_loss"] < max(of_sources)
 
     before = sorted(path.name for path in tmp_path.rglob("*"))
     flags = ["--config", preset, *map(str, corpus), "--output_dir", str(tmp_path / "run")]
@@ -467,7 +459,7 @@ def test_two_processes_give_the_curve_of_one_process(preset, tmp_path):
     ranks = forked_ranks(lambda rank: train(preset, "--per_device_train_batch_size", "2"), tmp_path)
     end_well(ranks)
     two = json.loads((tmp_path / "run" / "run_record.json").read_text())
-    assert logged_losses(two) == pytest.approx(logged_losses(single), rel=1e-5) and len(logged_losses(two)) == 4
+    assert losses(two) == pytest.approx(losses(single), rel=1e-5) and len(losses(two)) == 4
     assert two["metrics"]["eval_loss"] == pytest.approx(single["metrics"]["eval_loss"], rel=1e-5)
     assert two["tokens_seen"] == single["tokens_seen"]
     assert ["checkpoint  " in rank.log for rank in ranks] == [True, False]
