@@ -151,6 +151,7 @@ def test_a_time_limit_ends_a_run_that_the_same_command_continues(preset, tmp_pat
         said = capsys.readouterr().out
         assert ("stopped by max_train_minutes" in said and "Continue with: " in said) == (steps[-1] < 6)
     assert steps == list(range(1, 7)) and records[-1]["resumes"] == 5
+    assert all(record["metrics"]["eval_loss"] > 0 for record in records)
     assert same_run(tmp_path / "whole", tmp_path / "run")
     with pytest.raises(InputError, match="already holds a finished run"):
         train(preset, *few, *limit)

@@ -116,8 +116,8 @@ def test_passes_over_text_of_unknown_size_are_not_estimated(monkeypatch):
 
 
 def test_own_text_in_one_command(texts, tmp_path, capsys):
-    """Tokenizer, preset and steps are logged; the vocabulary size follows from the text. A resumed run trains no new
-    tokenizer."""
+    """Tokenizer, preset and steps are logged; the vocabulary size follows from the text, of which 1% is held out. A
+    resumed run trains no new tokenizer."""
     argv = ["--train_file", texts, "--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS]
     argv += ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
     record = train_mlm.main(argv)
@@ -132,6 +132,8 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     said = r"Steps       4 with sequences of 64 tokens, at most 1,024 tokens, about 0\.0\d+ passes over the text\n"
     assert re.search(said, lines)
     assert f"Corpus      train_file: {texts} 100.0%\n" in lines
+    assert record["counts"]["train"]["train_file"]["held_out_documents"] > 0
+    assert record["counts"]["validation"]["train_file"]["documents"] > 0
     assert yaml.safe_load((tmp_path / "run" / "preset.yaml").read_text())["tokenizer_name"] == str(made)
 
     for path in (tmp_path / "run" / "run_record.json", tmp_path / "run" / "checkpoint-4" / "manifest.json"):

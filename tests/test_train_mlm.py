@@ -305,26 +305,6 @@ def test_a_folder_with_nothing_but_a_preset_is_used(preset, tmp_path):
     assert train(preset)["steps"] == 4
 
 
-def test_time_limit(preset):
-    record = train(preset, "--max_steps", 100000, "--max_train_minutes", 0.02)
-    assert record["stopped_by"] == "max_train_minutes" and 0 < record["steps"] < 100000
-    assert record["metrics"]["eval_loss"] > 0
-
-
-def test_text_files_without_validation_file(tmp_path, preset):
-    """The most common case: a folder of text, of which 1% is held out."""
-    (tmp_path / "texts").mkdir()
-    for number in range(3):
-        write_text(tmp_path / "texts" / f"{number}.txt", make_documents(400, seed=10 + number))
-    values = yaml.safe_load(Path(preset).read_text())
-    values.pop("validation_file")
-    values["train_file"] = [str(tmp_path / "texts")]
-    Path(preset).write_text(yaml.safe_dump(values))
-    record = train(preset, "--per_device_eval_batch_size", 2)
-    assert record["counts"]["train"]["train_file"]["held_out_documents"] > 0
-    assert record["counts"]["validation"]["train_file"]["documents"] > 0
-
-
 def test_a_bare_command_is_the_demonstration(tmp_path, monkeypatch):
     """With small values and no --config, the run uses docstrings as its text, and trains a tokenizer."""
     monkeypatch.chdir(tmp_path)
