@@ -12,9 +12,7 @@ import argparse
 import contextlib
 import os
 import re
-import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +27,10 @@ import psutil
 from conftest import make_documents, write_parquet
 
 from benchmarks.faults.scenarios import SCENARIOS, Scenario, differences, make_inputs
+from benchmarks.faults.starts import POLL_S, Start
 from roberta_recipe.training import checkpoint
 
-LAUNCHERS = {"ours": [str(ROOT / "tools" / "launch.py")], "accelerate": ["-m", "accelerate.commands.launch"]}
+LAUNCHERS = {"ours": (str(ROOT / "tools" / "launch.py"),), "accelerate": ("-m", "accelerate.commands.launch")}
 PACK = "tools/pack.py"
 OUTPUTS = {
     **{"train_mlm.py": "out/run", "finetune_glue.py": "out/glue", PACK: "out/cache"},
@@ -46,75 +45,45 @@ class Ending:
     file sizes that acts like a full disk."""
 
     name: str
-    act: Callable[["Start"], None] | None = None
+    act: Callable[[Start], None] | None = None
     flags: tuple[str, ...] = ()
     file_bytes: int | None = None
     launcher: str = "ours"
 
 
-class Start:
-    """A start of a scenario in `folder`, as a session leader."""
+def send(number: int) -> Callable[[Start], None]:
+    """A signal to the first process of a start."""
+    return lambda start: start.processes[0].send(number)
 
-    def __init__(self, scenario: Scenario, folder: Path, ending: Ending):
-        program = [str(ROOT / scenario.program)]
-        if scenario.program in ("train_mlm.py", "finetune_glue.py"):
-            program = [*LAUNCHERS[ending.launcher], *program]
-        self.log = folder / "log.txt"
-        with open(self.log, "wb") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, *program, *scenario.argv, *ending.flags],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: (
-                    ending.file_bytes and resource.setrlimit(resource.RLIMIT_FSIZE, [ending.file_bytes] * 2)
-                ),
-            )
 
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
+def interrupt(start: Start) -> None:
+    """Ctrl-C: SIGINT to the process group, as from a terminal."""
+    os.killpg(start.processes[0].pid, signal.SIGINT)
 
-    def children(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
 
-    def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to all processes of the session, as from a terminal."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def kill(self) -> None:
-        for process in (*self.children(), self.process):
-            process.kill()
-
-    def end(self, children: list[psutil.Process]) -> int:
-        """Wait for the first process and for `children`, which may outlive it; returns the exit code."""
-        code = self.process.wait(LIMIT_S)
-        psutil.wait_procs(children, timeout=60)
-        return code
-
-    def reads(self, name: str) -> bool:
-        """Whether the process has an open file with `name` in its path."""
-        with contextlib.suppress(psutil.Error):
-            return any(name in file.path for file in psutil.Process(self.process.pid).open_files())
-        return False
+def reads(start: Start, name: str) -> bool:
+    """Whether the process has an open file with `name` in its path."""
+    with contextlib.suppress(psutil.Error):
+        return any(name in file.path for file in psutil.Process(start.processes[0].pid).open_files())
+    return False
 
 
 def started(scenario: Scenario, folder: Path, ending: Ending, works: Callable[[Start], bool]) -> tuple[int, str]:
-    """Start a scenario and end it as in `ending`; returns exit code and output."""
-    start, deadline_s = Start(scenario, folder, ending), time.monotonic() + LIMIT_S
-    while ending.act and start.process.poll() is None and not works(start):
-        if time.monotonic() > deadline_s:
-            start.kill()
-            raise SystemExit(f"error: {scenario.name} did not start to work:\n{start.text[-2000:]}")
-        time.sleep(0.01)
-    children = start.children()
-    if ending.act:
-        ending.act(start)
-    return start.end(children), start.text
+    """Start a scenario and end it as in `ending`; returns exit code and output, also of orphan processes."""
+    launcher = LAUNCHERS[ending.launcher] if scenario.pretrains or scenario.program == "finetune_glue.py" else ()
+    launched = replace(scenario, launcher=(*launcher, str(ROOT / scenario.program)))
+    start, act = Start(launched, folder, ending.name, ending.flags, ending.file_bytes), ending.act
+    while start.running() or start.tree():
+        if act and works(start):
+            start.tree()  # remembers the descendants
+            act(start)
+            act = None
+        if time.monotonic() - start.begun > LIMIT_S:
+            start.end()
+            raise SystemExit(f"error: {scenario.name} did not end:\n{start.text[-2000:]}")
+        time.sleep(POLL_S)
+    start.end()  # reads the rest of the output
+    return start.processes[0].code, start.text
 
 
 def last_line(text: str, folder: Path) -> str:
@@ -148,8 +117,8 @@ def next_start(code: int, text: str, found: list[str]) -> str:
 
 def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]:
     """(name, scenario, whether its work has begun, endings)."""
-    interrupt, terminate = Ending("Ctrl-C", Start.interrupt), Ending("SIGTERM", lambda start: start.process.terminate())
-    kill = Ending("kill -9 of all", Start.kill)
+    ctrl_c, terminate = Ending("Ctrl-C", interrupt), Ending("SIGTERM", send(signal.SIGTERM))
+    kill = Ending("kill -9 of all", lambda start: start.kill(start.tree(), signal.SIGKILL))
     pretraining, tuning = SCENARIOS["2 workers"], SCENARIOS["GLUE, 2 seeds"]
     steps = ("--max_steps", "60", "--save_steps", "10", "--eval_steps", "30")
     pretraining = replace(pretraining, argv=(*pretraining.argv, *steps))
@@ -157,11 +126,11 @@ def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]
     tuning = replace(tuning, argv=(*tuning.argv, *epochs))
     of_pretraining = [
         Ending("time limit", flags=("--max_train_minutes", "0.02")),
-        interrupt,
-        replace(interrupt, name="Ctrl-C, accelerate launch", launcher="accelerate"),
+        ctrl_c,
+        replace(ctrl_c, name="Ctrl-C, accelerate launch", launcher="accelerate"),
         *(terminate, kill),
-        Ending("kill -9 of the launcher", lambda start: start.process.kill()),
-        Ending("kill -9 of a data worker", lambda start: start.children()[-1].kill()),
+        Ending("kill -9 of the launcher", send(signal.SIGKILL)),
+        Ending("kill -9 of a data worker", lambda start: os.kill(start.helpers()[-1], signal.SIGKILL)),
         Ending("full disk", file_bytes=150_000),
     ]
     large = [_of_large(SCENARIOS[name]) for name in ("pack, 2 processes", "tokenizer")]
@@ -169,15 +138,15 @@ def cases() -> list[tuple[str, Scenario, Callable[[Start], bool], list[Ending]]]
         ("pretraining", pretraining, lambda start: "step 25/" in start.text, of_pretraining),
         (
             *("fine-tuning", tuning, lambda start: "step 21/" in start.text),
-            [interrupt, terminate, kill, Ending("full disk", file_bytes=60_000)],
+            [ctrl_c, terminate, kill, Ending("full disk", file_bytes=60_000)],
         ),
         (
-            *("packing", large[0], lambda start: any(Path(start.log.parent, OUTPUTS[PACK]).glob("*/*.json"))),
-            [interrupt, terminate, kill, Ending("full disk", file_bytes=50_000)],
+            *("packing", large[0], lambda start: any((start.folder / OUTPUTS[PACK]).glob("*/*.json"))),
+            [ctrl_c, terminate, kill, Ending("full disk", file_bytes=50_000)],
         ),
         (
-            *("tokenizer", large[1], lambda start: start.reads("large/train")),
-            [interrupt, terminate, kill, Ending("full disk", file_bytes=9_000)],
+            *("tokenizer", large[1], lambda start: reads(start, "large/train")),
+            [ctrl_c, terminate, kill, Ending("full disk", file_bytes=9_000)],
         ),
     ]
 

@@ -58,22 +58,17 @@ class Process:
         with contextlib.suppress(OSError):
             os.setpgid(self.pid, group or self.pid)
         os.set_blocking(read, False)
-        self._pipe, self._log = read, log
+        self._pipe, self.log = read, log
 
     def poll(self) -> bool:
-        """Read new output; returns whether the process is alive."""
-        if self.code is not None:
-            return False
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        """Read new output, also that of orphan processes; returns whether the process is alive."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._pipe, 1 << 16):
                 self.text += part
-        if pid == 0:
-            return True
-        self.code = os.waitstatus_to_exitcode(status)
-        os.close(self._pipe)
-        self._log.write_bytes(self.text)
-        return False
+        return self.code is None
 
     def send(self, number: int) -> None:
         """Send a signal if the process is alive."""
@@ -220,7 +215,7 @@ class Start:
         return sorted({*mine, *(pid for pid in self.known if _lives(pid))})
 
     def end(self) -> None:
-        """Kill all processes."""
+        """Kill all processes, and write their output to log files."""
         while left := self.tree():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -228,6 +223,8 @@ class Start:
             self.running()
             time.sleep(POLL_S)
         self.running()
+        for process in self.processes:
+            process.log.write_bytes(process.text)
 
     def endings(self) -> list[str]:
         return [process.ending() for process in self.processes]
