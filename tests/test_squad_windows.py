@@ -1,5 +1,6 @@
 """SQuAD's windows, labels and best spans: character offsets, also after emoji and accents."""
 
+import copy
 import itertools
 import random
 
@@ -37,6 +38,19 @@ def test_offsets_are_exact(tokenizer, wordpiece, case, context, answer, passage_
         assert squad.decode_labels([question], made)["verbatim"] == 1
         inside = np.flatnonzero(offsets[:, 0] >= 0)
         assert (inside[0] == 1) == passage_first and context[offsets[inside[-1], 1] :].strip() == ""
+
+
+@pytest.mark.parametrize("answer", ["Cafe\u0301", "Paris\u200b", "\u200eParis", "\u2764\ufe0f"])
+def test_an_answer_at_a_border_of_the_context_may_end_in_a_dropped_character(wordpiece, answer):
+    """BERT's normalizer drops combining marks and zero-width characters; the answer's other tokens are labelled."""
+    own = copy.deepcopy(wordpiece)
+    own.backend_tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=True, lowercase=False)
+    for context in (f"The sign shows {answer}", f"{answer} is far."):
+        question = squad.SquadExample("x", "Where?", context, ((answer, context.index(answer)),))
+        made = squad.make_windows([question], own, 64, 16, 16)
+        (offsets,), (feature,) = made.offsets, made.features
+        text = context[offsets[feature["start_positions"], 0] : offsets[feature["end_positions"], 1]]
+        assert feature["labels"] == 1 and text == answer.strip("\u0301\u200b\u200e\ufe0f")
 
 
 def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):

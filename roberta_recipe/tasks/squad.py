@@ -109,15 +109,15 @@ def make_windows(
                 f"passage_first=true needs a special token before the pair, the label of windows without answer; the "
                 f"tokenizer {tokenizer.name_or_path!r} adds none: --passage_first false"
             )
-        context = edges = None
+        contexts = list(dict.fromkeys(texts[1]))
+        whole = encode(contexts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        edges = {context: _text_edges(context, offsets) for context, offsets in zip(contexts, whole, strict=True)}
         for row, number in enumerate(encoded["overflow_to_sample_mapping"]):
             question = some[number]
-            if question.context is not context:  # the questions of a paragraph are neighbours
-                context, edges = question.context, _text_edges(question.context)
             inside = np.array([text == (0 if passage_first else 1) for text in encoded.sequence_ids(row)])
             offsets = np.array(encoded["offset_mapping"][row], dtype=np.int32)
-            offsets = _trim_offsets(offsets, inside, *edges)
-            span = locate(offsets, *question.answers[0]) if question.answers else None
+            offsets = _trim_offsets(offsets, inside, *edges[question.context])
+            span = locate(offsets, *question.answers[0], *edges[question.context]) if question.answers else None
             labels = {"labels": int(span is not None)}
             labels |= dict(zip(("start_positions", "end_positions"), span or (0, 0), strict=True))
             features.append({**compact(encoded, row), **labels})
@@ -139,9 +139,13 @@ def _truncate_questions(texts: list[str], tokenizer, at_most: int) -> tuple[list
     return short, cut
 
 
-def _text_edges(context: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two arrays (characters + 1,) by position: the next non-space character, and the end of the previous one."""
-    solid = np.array([not character.isspace() for character in context])
+def _text_edges(context: str, offsets: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays (characters + 1,) by position: the next non-space character inside a token, and the end of the
+    previous one. `offsets` are those of all tokens; BERT's normalizer drops combining marks and zero-width spaces."""
+    solid = np.zeros(len(context), dtype=bool)
+    for start, end in offsets:
+        solid[start:end] = True
+    solid &= [not character.isspace() for character in context]
     positions = np.arange(len(context) + 1)
     forward = np.where(np.append(solid, True), positions, len(context))
     backward = np.where(np.insert(solid, 0, True), positions, 0)
@@ -155,9 +159,12 @@ def _trim_offsets(offsets: np.ndarray, inside: np.ndarray, forward: np.ndarray, 
     return offsets
 
 
-def locate(offsets: np.ndarray, text: str, start: int) -> tuple[int, int] | None:
+def locate(
+    offsets: np.ndarray, text: str, start: int, forward: np.ndarray, backward: np.ndarray
+) -> tuple[int, int] | None:
     """First and last token of the shortest run that covers an answer; None if the window does not contain all of it."""
-    start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+    start, end = (min(at, len(forward) - 1) for at in (start, start + len(text)))  # misplaced ones of validation
+    start, end = forward[start], backward[end]
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(tokens):  # only spaces
         return None
