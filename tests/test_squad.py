@@ -14,9 +14,11 @@ from tokenizers import processors
 from transformers import (
     AutoModelForQuestionAnswering,
     BartConfig,
+    LukeConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     RobertaConfig,
+    XLNetConfig,
 )
 from transformers.hf_argparser import string_to_bool
 
@@ -279,6 +281,21 @@ def test_the_joint_model_saves_a_stock_checkpoint_and_loads_itself(config, tmp_p
     torch.testing.assert_close(found.answerable, wanted.answerable)  # the loaded weights have another alignment
     assert found.answerable.shape == (3,)
     assert found.start_logits.equal(wanted.start_logits) and plain.end_logits.equal(wanted.end_logits)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LukeConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40, entity_vocab_size=4),
+        XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=40),
+    ],
+    ids=["luke", "xlnet"],
+)
+def test_the_joint_model_of_families_with_further_outputs(config):
+    """LUKE has states of entities, XLNet has memories, and attends in both directions."""
+    model = answerability.joint_class(config)(config).eval()
+    output = model(input_ids=torch.randint(4, 40, (3, 9)), attention_mask=torch.ones(3, 9).long())
+    assert list(output) == ["start_logits", "end_logits", "answerable"] and output.answerable.shape == (3,)
 
 
 def test_losses_by_hand():

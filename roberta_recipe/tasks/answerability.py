@@ -17,7 +17,7 @@ from roberta_recipe.errors import InputError
 
 @dataclass
 class JointOutput(QuestionAnsweringModelOutput):
-    """The stock output and the classifier's logit."""
+    """Start and end logits, and the classifier's logit."""
 
     answerable: torch.Tensor | None = None  # (batch,)
 
@@ -35,9 +35,10 @@ class WithAnswerability:
         self.post_init()
 
     def forward(self, *args, **kwargs) -> JointOutput:
-        """The stock output and `answerable` (batch,)."""
+        """The stock logits and `answerable` (batch,); no hidden states, which accelerate would copy to fp32."""
         output = super().forward(*args, **{**kwargs, "output_hidden_states": True})
-        return JointOutput(**output, answerable=self.answerability(output.hidden_states[-1][:, 0])[:, 0])
+        answerable = self.answerability(output.hidden_states[-1][:, 0])[:, 0]
+        return JointOutput(start_logits=output.start_logits, end_logits=output.end_logits, answerable=answerable)
 
 
 def joint_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -48,7 +49,7 @@ def joint_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if kind not in auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING:
         raise InputError(f"transformers has no question-answering head for a {config.model_type!r} model")
     is_decoder = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING
-    if config.is_encoder_decoder or is_decoder:
+    if config.is_encoder_decoder or (is_decoder and getattr(config, "attn_type", "uni") == "uni"):  # XLNet's is "bi"
         raise InputError(
             f"no_answer=classifier reads the first token, which attends to no other in a {config.model_type!r} model: "
             "--no_answer null_score"
