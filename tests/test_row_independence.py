@@ -11,8 +11,10 @@ from conftest import make_documents
 from glue_runs import data_dir, flags  # noqa: F401
 from test_families import config_of
 from transformers import (
+    AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     XLNetConfig,
@@ -145,3 +147,21 @@ def test_a_head_that_reads_the_last_token_is_refused(tmp_path):
     XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=400).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads the last token"):
         task_heads.load_with_head(AutoModelForMultipleChoice, str(tmp_path), None)
+    with pytest.raises(InputError, match="is a 'xlnet' model, for which transformers has no AutoModelForMaskedLM"):
+        task_heads.load_with_head(AutoModelForMaskedLM, str(tmp_path), None)
+
+
+def test_xlnet_tags_each_token_from_its_own_state(tokenizer, tmp_path):
+    """Its head has no summary of the sequence."""
+    config = XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=400)
+    config.save_pretrained(tmp_path)
+    model = drawn(
+        lambda _: task_heads.load_with_head(AutoModelForTokenClassification, str(tmp_path), None, True), config
+    )
+    rows = [dict(tokenizer(text)) for text in TEXTS[:3]]
+    batch = DataCollatorWithPadding(tokenizer)(rows)
+    with torch.no_grad():
+        together = model(**batch).logits
+        for number, row in enumerate(rows):
+            alone = model(**DataCollatorWithPadding(tokenizer)([row])).logits[0]
+            torch.testing.assert_close(together[number, : len(alone)], alone, rtol=1e-4, atol=1e-5)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
 from roberta_recipe.errors import InputError
 from roberta_recipe.log import logger
@@ -19,11 +19,15 @@ def load_with_head(
 ) -> torch.nn.Module:
     """A checkpoint as a model of the Auto class `cls`, with `labels` (of the outputs) and `settings` in its config.
     The head is fresh if missing, of another size, or with the same labels in another order, else kept (see the log);
-    `random_weights`: all is fresh. Raises `InputError` for a missing or damaged checkpoint, or a last-token head."""
+    `random_weights`: all is fresh. Raises `InputError` for a missing or damaged checkpoint, a missing class, or a
+    last-token head."""
     if labels:
         settings |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
     config = weights.read_config(name, **settings)
-    if getattr(config, "summary_type", None) == "last" and cls is not AutoModelForQuestionAnswering:
+    if type(config) not in getattr(cls, "_model_mapping", [type(config)]):
+        raise InputError(f"{name!r} is a {config.model_type!r} model, for which transformers has no {cls.__name__}")
+    summarizes = cls in (AutoModelForMultipleChoice, AutoModelForSequenceClassification)
+    if summarizes and getattr(config, "summary_type", None) == "last":
         raise InputError(
             f"the head of {name!r} reads the last token (summary_type=last, as XLNet's), and batches are padded on the "
             "right; use another architecture"
