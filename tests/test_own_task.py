@@ -225,7 +225,7 @@ BAD = {
         "some.csv, row 2: label is '', none of .*; a test set has labels in all rows or in none",
     ),
     "ragged": ("t.csv", "text,label\na,x\nb, c,y\n", [], "t.csv, line 3: another number of columns"),
-    "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv is not a table in the format of .csv"),
+    "quote": ("t.csv", 'text,label\n"a,x\n', [], "t.csv, row 1: unexpected end of data .*twice"),
     "extension": ("t.xlsx", "", [], "t.xlsx: name a file that ends in .csv"),
     "no row": ("t.csv", "text,label\n", [], "t.csv has no rows"),
     "scores without a point": ("t.csv", "text,label\n" + "a,1\nb,2\nc,3\n", [], r"scores with a decimal point \(7.0\)"),

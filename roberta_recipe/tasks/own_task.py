@@ -176,10 +176,15 @@ def _delimited(path: str, text: str, **dialect: Any) -> Rows:
         raise InputError(f"{path} has several columns {', '.join(map(repr, repeated))}: rename or remove all but one")
     if len(names) == 1 and ";" in names[0]:
         raise InputError(f"{path}: the header has ';': save it with {'tabs' if dialect else 'commas'}")
-    for row in reader:
-        if None in row or None in row.values():
-            raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
-        rows.append(row)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
+            rows.append(row)
+    except csv.Error as error:
+        raise InputError(
+            f"{path}, row {len(rows) + 1}: {error} (in a quoted field, a quote is written twice)"
+        ) from None
     return rows
 
 
