@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
 import train_mlm
 from roberta_recipe.data import tokenization
+from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import masked_lm_class
@@ -68,6 +69,18 @@ def test_models_without_a_table_of_positions(config):
     assert weights.max_positions(AutoConfig.for_model("data2vec-text", max_position_embeddings=514)) == 512
     config.model_type, config.max_position_embeddings = "xlnet", -1
     assert weights.max_positions(config) is None
+
+
+def test_relative_positions_alone_have_no_longest_sequence():
+    """DeBERTa-v3 takes sequences longer than in pretraining; a DeBERTa with a table of positions does not."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "vocab_size": 40}
+    both = AutoConfig.for_model("deberta-v2", max_position_embeddings=24, **sizes, **relative)
+    with pytest.raises(InputError, match="max_seq_length=48 is more than the 24 positions"):
+        weights.check_length("model", 48, both)
+    both.position_biased_input = False
+    weights.check_length("model", 48, both)
+    assert AutoModel.from_config(both)(torch.randint(4, 40, (2, 48)))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 2])

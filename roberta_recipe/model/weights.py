@@ -97,8 +97,9 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None = None) -> None:
     """Raise `InputError` if the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
-    longest = max_positions(config or read_config(name))
-    if longest and max_seq_length > longest:
+    config = config or read_config(name)
+    longest = max_positions(config)
+    if longest and max_seq_length > longest and getattr(config, "position_biased_input", True):  # DeBERTa-v3: relative
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
             f"{longest}, or another max_position_embeddings where the weights are fresh"
