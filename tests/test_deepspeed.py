@@ -19,7 +19,7 @@ import train_mlm
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
-from roberta_recipe.training import launch_checks
+from roberta_recipe.training import checkpoint, launch_checks
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
@@ -209,6 +209,15 @@ def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     args, before = _own_file(preset, agreeing)
     launch_checks.check_deepspeed(args)
     assert args.deepspeed_plugin.deepspeed_config == before  # "auto" is Trainer's to fill in
+
+
+def test_keys_that_reorder_the_optimizer_state_are_in_the_layout(preset):
+    """DeepSpeed loads a state in another order of weights without an error."""
+    keys = {"round_robin_gradients": True, "sub_group_size": 1000}
+    args, _ = _own_file(preset, {f"zero_optimization.{name}": value for name, value in keys.items()})
+    assert {name: checkpoint.layout(args)[name] for name in keys} == keys
+    args, _ = _own_file(preset, {"zero_optimization.round_robin_gradients": False})
+    assert not keys.keys() & checkpoint.layout(args).keys()
 
 
 def test_processes_that_would_train_apart_are_refused(preset, monkeypatch):

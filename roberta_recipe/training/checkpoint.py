@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `digests` of weights and optimizer
 STATE_VERSION = 4  # of its content
+# keys of a DeepSpeed configuration: the order of the weights in the optimizer's state, which DeepSpeed does not check
+_STATE_ORDER = ("round_robin_gradients", "sub_group_size")
 
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
@@ -96,13 +98,15 @@ def _find(output_dir: str, named: str | None) -> str | None:
 
 def layout(args: TrainingArguments) -> dict[str, Any]:
     """Processes, device, kernels and versions: they may change between two starts of a run, which changes rounding and
-    dropout draws. Under DeepSpeed, processes and ZeRO stage must not change."""
+    dropout draws. Under DeepSpeed, processes, ZeRO stage and `_STATE_ORDER` must not change."""
     plugin = args.deepspeed_plugin
+    zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
     on_gpu, threads = args.device.type == "cuda", counted(torch.get_num_threads(), "thread")
     return {
         "processes": args.world_size,
         "zero_stage": plugin.zero_stage if plugin else None,
         "deepspeed_config": durable.fingerprint(plugin.deepspeed_config) if plugin else None,
+        **{name: zero[name] for name in _STATE_ORDER if zero.get(name)},
         "device": torch.cuda.get_device_name() if on_gpu else f"{args.device.type}, {threads}",
         "torch": torch.__version__,
         **values_of(args, "layout"),
@@ -137,7 +141,8 @@ def load_state(
     uses_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
     changed = durable.differences(state["fingerprint"], fingerprint)
     differ = {**changed, **other_layout}
-    if uses_zero and (fixed := [differ[name] for name in ("processes", "zero_stage", "bf16") if name in differ]):
+    names = ("processes", "zero_stage", "bf16", *_STATE_ORDER)
+    if uses_zero and (fixed := [differ[name] for name in names if name in differ]):
         raise InputError(
             f"{checkpoint} has DeepSpeed's optimizer state, which cannot be converted ({'; '.join(fixed)}): {fix}"
         )
