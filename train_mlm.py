@@ -39,7 +39,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.hardware import local_processes
-from roberta_recipe.input_files import resolve_path
+from roberta_recipe.input_files import read_input_json, resolve_path
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import counted, duration, logger, set_up_logging
 from roberta_recipe.model import weights
@@ -51,6 +51,7 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.stopping import Stopping
 
+TEXT_NAME = "text.json"  # in the folder of a tokenizer that a run trained: the fingerprint of its text
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
 
 
@@ -71,8 +72,8 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         corpus = corpora.resolve(pretraining.read_corpus(args))
         announce_preset(argv, corpus)
         check_sources(corpus)
-        train_missing_tokenizer(argv, args, training_args, corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
+        train_missing_tokenizer(argv, args, training_args, corpus)
     tokenizer = pretraining.load_tokenizer(args)
     check_examples(args, tokenizer)
     model = pretraining.build_model(args, training_args, tokenizer, corpus=corpus)
@@ -176,10 +177,19 @@ def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
 def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
-    """Train the tokenizer of the demonstration, or of a run without `--tokenizer_name`, unless it exists."""
+    """Train the tokenizer of the demonstration, or of a run without `--tokenizer_name`, unless it exists. Raises
+    `InputError` if a start before the first checkpoint trained it on another text."""
     folder, own = Path(args.tokenizer_name), args.tokenizer_name == run_tokenizer_folder(training_args)
     if not own:  # a run's own tokenizer is not looked up in the repository, which may hold another run of that name
         folder = resolve_path(folder)
+    text, stored = corpora.corpus_fingerprint(corpus), folder / TEXT_NAME
+    # another text than a checkpoint's is refused, or allowed, by `checkpoint.load_state`
+    is_unused = own and stored.is_file() and not checkpoint.all_folders(training_args.output_dir)
+    if is_unused and (changed := durable.differences(read_input_json(stored), text)):
+        listed = "; ".join(changed.values())
+        raise InputError(
+            f"{folder} is of an earlier start, on other text ({listed}): move it away, or name another output_dir"
+        )
     if folder.exists() or not (own or pretraining.is_demonstration(argv)):
         return
     durable.make_folder(folder.parent, "tokenizer_name")
@@ -199,6 +209,7 @@ def train_missing_tokenizer(
     try:
         with weights.saved_for(tokenizer, config):
             tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
+        durable.write_json(stored, text)
     except InputError:
         if training_args.world_size == local_processes():  # else another machine saved it in a shared folder
             raise

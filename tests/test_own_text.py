@@ -17,7 +17,7 @@ from roberta_recipe import input_files
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import tokenizer_training
-from roberta_recipe.errors import InputError
+from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training import pretraining
 from roberta_recipe.training.arguments import MlmArguments
 from roberta_recipe.training.pretraining import CONTINUE, DEMONSTRATION, preset_of
@@ -144,6 +144,25 @@ def test_own_text_in_one_command(texts, tmp_path, capsys):
     assert again["metrics"]["eval_loss"] == record["metrics"]["eval_loss"]
 
 
+def test_a_tokenizer_that_an_earlier_start_trained_on_other_text_is_refused(texts, tmp_path, monkeypatch):
+    """A start that ended before its first checkpoint, and the command with another file."""
+
+    def ended(*_, **__):
+        raise RunError
+
+    monkeypatch.setattr(pretraining, "build_readers", ended)
+    argv = ["--model_size", "tiny", "--output_dir", str(tmp_path / "run"), *SECONDS, "--train_file"]
+    other = write_text(tmp_path / "other.txt", make_documents(600, seed=30))
+    for _ in range(2):
+        with pytest.raises(RunError):
+            train_mlm.main([*argv, texts])
+    with pytest.raises(InputError, match=r"run/tokenizer is of an earlier start, on other text \(source train_file"):
+        train_mlm.main([*argv, other])
+    (tmp_path / "run" / "checkpoint-4").mkdir()  # with one, --resume_despite_changes may change the text
+    with pytest.raises(RunError):
+        train_mlm.main([*argv, other])
+
+
 def test_a_vocabulary_size_in_the_command_is_that_of_the_tokenizer(texts, tmp_path, monkeypatch):
     """Not that of a run of the same name in the repository."""
     (tmp_path / "repository" / "run" / "tokenizer").mkdir(parents=True)
@@ -190,7 +209,8 @@ def test_machines_that_train_the_tokenizer_of_a_shared_folder_at_once(texts, tmp
     monkeypatch.setattr(train_mlm, "local_processes", lambda: training_args.world_size / machines)
     refused = pytest.raises(InputError, match="holds other files")
     with refused if machines == 1 else contextlib.nullcontext():
-        train_mlm.train_missing_tokenizer(argv, args, training_args, corpora.resolve(pretraining.read_corpus(args)))
+        corpus = corpora.resolve(pretraining.read_corpus(args))
+        train_mlm.train_missing_tokenizer(argv, args, training_args, corpora.hash_files(corpus, os.devnull))
     assert entries_of(args.tokenizer_name) == 300
 
 
