@@ -119,6 +119,18 @@ def test_after_a_spike_the_same_command_continues_without_its_blocks(preset, tmp
     assert weights(tmp_path / "run") == weights(tmp_path / "never")
 
 
+def test_blocks_that_the_checkpoint_was_trained_on_are_not_left_out(preset, tmp_path, poisoned):
+    """A spike in the step after a checkpoint: also an older checkpoint then leads to the same run."""
+    never = train(preset, *SAVING, "--output_dir", tmp_path / "never", "--skip_blocks", "32-39")
+    poisoned.add(34)  # the fifth step, after checkpoint-4
+    flags = [*SAVING, "--output_dir", tmp_path / "run", "--rewind_on_spike", 20]
+    with pytest.raises(Stopped, match="the next start leaves out blocks 32 to 39"):
+        train(preset, *flags)
+    (tmp_path / "run" / "checkpoint-4" / "manifest.json").unlink()
+    assert train(preset, *flags)["skipped_blocks"] == never["skipped_blocks"] == [[32, 40]]
+    assert weights(tmp_path / "run") == weights(tmp_path / "never")
+
+
 SPIKY = """
 from roberta_recipe.data import order
 from roberta_recipe.errors import exit_on_error

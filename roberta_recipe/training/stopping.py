@@ -205,7 +205,7 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     """Record a spike in the last step, so that the next start skips its blocks; returns the error that ends this start,
     with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    spikes, saved = _read_spikes(output_dir), newest_first(output_dir, step)
+    spikes, saved = _read_spikes(output_dir), newest_first(output_dir, step - 1)
     saved_step = step_of(saved[0]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
@@ -213,7 +213,7 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
             f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or use a "
             f"longer warm-up in a new output_dir, or move newer checkpoints away to rewind further. {trainer.last_good}"
         )
-    blocks = trainer.last_blocks(STEPS_OF_SPIKE)
+    blocks = trainer.last_blocks(min(STEPS_OF_SPIKE, step - saved_step))  # the checkpoint was trained on earlier ones
     entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*spikes, entry]})
     what += f"; the next start leaves out blocks {in_words(blocks)}"
