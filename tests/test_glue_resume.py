@@ -130,7 +130,7 @@ def test_stopped_with_data_workers_and_in_the_last_evaluation(flags, tmp_path, m
 
 
 def test_killed_behind_the_last_step(flags, tmp_path, monkeypatch):
-    """The second start writes scores and record, and repeats no step."""
+    """The second start writes scores and record, and repeats no step; the third removes a checkpoint that is left."""
 
     def killed(self):
         raise RunError("killed")
@@ -143,3 +143,8 @@ def test_killed_behind_the_last_step(flags, tmp_path, monkeypatch):
     finetune_glue.main(flags("rte", *saving))
     record = record_of(tmp_path)
     assert record["steps"] == 7 and len(losses(record)) == 7 and record["resumes"] == 1
+    left = tmp_path / "glue" / "rte" / "lr0.001-batch8-seed1" / "checkpoint-7"  # killed as it removed them
+    assert not left.exists()
+    left.mkdir()
+    finetune_glue.main(flags("rte", *saving))
+    assert not left.exists()

@@ -182,6 +182,8 @@ def run_all(
             futures.wait([upload])  # before weights are deleted
         so_far = summaries.summarise(runs[:number], results, job.metric)
         if training_args.process_index == 0:
+            for path in checkpoint.all_folders(run.output_dir):  # a finished run needs no checkpoint
+                shutil.rmtree(path)
             drop_weights(args.keep, runs[:number], [row["best_run"] for row in so_far["settings"]])
         if after_run and runs[0].setting == runs[-1].setting and number < len(runs) and not was_finished:
             best = Path(records.picked_setting(so_far)["best_run"])
@@ -262,8 +264,6 @@ def finetune(
         if trainer.is_world_process_zero():
             records.write_preset(resolved, training_args.output_dir)
             records.write_record(record, Path(training_args.output_dir) / records.RECORD_NAME)
-            for path in checkpoint.all_folders(training_args.output_dir):  # a finished run needs no checkpoint
-                shutil.rmtree(path)
     trainer.stopping.end_if_signaled()  # on all ranks, so that none reads test scores that rank 0 has not yet written
     del trainer, model
     clear_device_cache(garbage_collection=True)  # the trainer has reference cycles
