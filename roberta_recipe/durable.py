@@ -188,6 +188,8 @@ def damage(folder: str | Path, needed: Collection[str] = (), only: Callable[[str
     """Description of the first damaged or missing file of a sealed folder; None for an intact folder that has the files
     `needed`. `only`: a filter of the names to check."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return "there is no such folder"
     if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}: its writing was interrupted, or another program wrote it"
     try:

@@ -125,6 +125,15 @@ def test_a_bad_newest_checkpoint_is_passed_over(tmp_path, name, fault, caplog):
         assert checkpoint._find(str(tmp_path), None) is None
 
 
+def test_a_named_folder_that_is_no_checkpoint_is_called_what_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    durable.seal(tmp_path / "run")
+    for name, said in {"nowhere": "there is no such folder", "run": "recipe_state.json is missing"}.items():
+        with pytest.raises(InputError, match=f"resume_from_checkpoint=.*{name} cannot be used: {said}"):
+            checkpoint._find(str(tmp_path / "new"), str(tmp_path / name))
+
+
 def test_the_newest_whole_checkpoints_stay(tmp_path):
     for step in (2, 4, 6, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -91,7 +91,7 @@ def _find(output_dir: str, named: str | None) -> str | None:
             f"no checkpoint in output_dir={output_dir} is intact (skipped: "
             f"{', '.join(path.name for path in checkpoints)}); move them away to start from the beginning"
         )
-    if named is not None and (damage := durable.damage(named)):
+    if named is not None and (damage := durable.damage(named, (STATE_NAME,))):
         raise InputError(f"resume_from_checkpoint={named} cannot be used: {damage}")
     return named
 
