@@ -75,7 +75,7 @@ class Source:
 class FileHash(NamedTuple):
     """Hash of a file's content."""
 
-    values: list[Any]  # local: name, size, SHA-256; remote: URL, size, version; hf://: URL, with the revision
+    values: list[Any]  # local: name, size, SHA-256; remote: URL, size, version; hf:// with a commit: URL
     stamp: list[int] | None  # size, times, inode; None for a remote file
 
 
@@ -308,7 +308,7 @@ def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
 
 def _hash_file(path: str, cached: FileHash | None = None) -> FileHash:
     """The hash of a file; the `cached` one if the file still has its stamp."""
-    if path.startswith("hf://") and "@" in path:  # the name holds the revision
+    if re.match("hf://[^@]+@[0-9a-f]{40}/", path):  # a commit; a branch may change
         return FileHash([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)
