@@ -92,6 +92,15 @@ def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
         texts_of(**{**source, "config": "fr"})
 
 
+def test_a_table_in_the_cache_does_not_replace_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    """`load_dataset` falls back to it, without a network or access; it has no list of files."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    datasets.load_dataset("text", data_files=write_text(tmp_path / "a.txt", TEXTS))
+    (tmp_path / "text").rename(tmp_path / "me___text")
+    with pytest.raises(InputError, match=r"'me/text' .*cannot be opened: Couldn't reach 'me/text' on the Hub"):
+        texts_of(dataset="me/text", revision="0123")
+
+
 def test_a_folder_of_save_to_disk_is_its_rows(tmp_path):
     """Metadata and caches of `map` are ignored; a missing shard and a folder of splits are refused."""
     saved = datasets.Dataset.from_dict({"text": TEXTS})

@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +172,9 @@ def _locate(source: Source) -> Files:
         return _list_files(source.name, source.files)
     where = f"source {source.name!r}: dataset {source.dataset!r} (config {source.config!r}, {source.revision!r})"
     try:
-        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
+        with tempfile.TemporaryDirectory() as empty:  # a cached table, which has no list of files, is not taken instead
+            options = {"revision": source.revision, "cache_dir": empty}
+            builder = datasets.load_dataset_builder(source.dataset, source.config, **options)
     except Exception as error:  # the Hub client raises a dozen kinds
         raise InputError(f"{where} cannot be opened: {first_line(error)}") from None
     splits = builder.config.data_files or {}
