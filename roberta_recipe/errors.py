@@ -59,8 +59,9 @@ class _Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message (with the next after a colon), or its type where it has none."""
+    lines = list(filter(None, str(error).splitlines())) or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def is_disk_full(error: BaseException) -> bool:

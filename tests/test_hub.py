@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import hub_server
 import huggingface_hub
 import pytest
 import yaml
@@ -240,6 +241,13 @@ def test_a_model_of_the_hub_is_identified_by_its_commit(server, preset, tmp_path
     assert cards._HUB_COMMIT.fullmatch(before)
     push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/identified", "--license", "mit"])
     assert weights.content_hash("me/identified") != before
+
+
+def test_a_model_that_a_wrong_token_hides_is_refused_with_the_status(server, monkeypatch):
+    answer = {"error": "Invalid credentials in Authorization header"}  # the Hub's, also for public models
+    monkeypatch.setattr(hub_server._Handler, "_user", lambda handler: handler._answer(401, answer))
+    with pytest.raises(InputError, match=r"no model config at .*me/unseen.*401 Unauthorized"):
+        weights.read_config("me/unseen")
 
 
 def test_an_outage_and_refused_metadata_are_told_apart(server, preset, tmp_path, monkeypatch):
