@@ -241,6 +241,8 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
         evaluate.main(flags)
     with pytest.raises(InputError, match=r"absent is not a folder with preset.yaml: name a run's folder"):
         evaluate.main(["--use_cpu", "--model_name_or_path", str(tmp_path / "absent")])
+    with pytest.raises(InputError, match="validation_file is read with a train_file only: name a run's folder"):
+        evaluate.main(["--model_name_or_path", str(tmp_path / "run"), "--validation_file", "a.txt"])
 
 
 def test_a_checkpoint_is_measured_in_the_precision_of_its_run(preset, tmp_path):

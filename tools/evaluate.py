@@ -59,10 +59,9 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     if not args.model_name_or_path:
         raise InputError("model_name_or_path is not set: name the checkpoint to measure, a folder or a Hub id")
     if not args.corpus and not args.train_file:
-        raise InputError(
-            f"model_name_or_path={args.model_name_or_path} is not a folder with {PRESET_NAME}: name a run's folder, or "
-            "the held-out text with --train_file or --corpus"
-        )
+        why = f"model_name_or_path={args.model_name_or_path} is not a folder with {PRESET_NAME}"
+        why = "validation_file is read with a train_file only" if args.validation_file else why
+        raise InputError(f"{why}: name a run's folder, or the held-out text with --train_file or --corpus")
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
     if args.token_cache and not Path(args.token_cache, token_cache.FINGERPRINT).exists():
