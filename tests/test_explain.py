@@ -170,6 +170,7 @@ def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):
         (["--output_dir", str(tmp_path / "none"), "--step", "1"], "no such file: .*none/preset.yaml"),
         ([*run, "3", "--mlm_probability", "0.3"], "up to step 4 .* mlm_probability was 0.15, is 0.3"),
         ([*run, "3", "--seed", "7"], "data_seed was 42, is 7"),
+        ([*run, "3", "--global_batch_size", "4"], "global_batch_size was 8, is 4"),
         ([*run, "3", "--train_file", write_parquet(tmp_path / "o.parquet", make_documents(90, 7))], "source train_fil"),
     ):
         with pytest.raises(InputError, match=said):

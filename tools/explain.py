@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if folder and (folder / RECORD_NAME).is_file():
         needed = ("fingerprint", "skipped_blocks", "steps")
         known.append(read_record(folder / RECORD_NAME, needed, "its steps cannot be explained"))
-    if known:  # a preset may derive it from the number of processes
+    if known and args.global_batch_size is None:  # derived from the number of processes
         args = dataclasses.replace(args, global_batch_size=known[-1]["fingerprint"].get("global_batch_size"))
     if args.global_batch_size is None:
         raise InputError("the preset and the checkpoints have no global_batch_size: set --global_batch_size")
