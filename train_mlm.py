@@ -34,7 +34,7 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import masking, order, stream
-from roberta_recipe.data.documents import check_sources, sample_documents
+from roberta_recipe.data.documents import sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader, TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
@@ -69,9 +69,8 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
     with processes.first_process_first(training_args):  # the other ranks use its docstrings and hashes
-        corpus = corpora.resolve(pretraining.read_corpus(args))
+        corpus = pretraining.resolve_corpus(args)
         announce_preset(argv, corpus)
-        check_sources(corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
         train_missing_tokenizer(argv, args, training_args, corpus)
     tokenizer = pretraining.load_tokenizer(args)
@@ -186,10 +185,8 @@ def train_missing_tokenizer(
     # another text than a checkpoint's is refused, or allowed, by `checkpoint.load_state`
     is_unused = own and stored.is_file() and not checkpoint.all_folders(training_args.output_dir)
     if is_unused and (changed := durable.differences(read_input_json(stored), text)):
-        listed = "; ".join(changed.values())
-        raise InputError(
-            f"{folder} is of an earlier start, on other text ({listed}): move it away, or name another output_dir"
-        )
+        changes = "; ".join(changed.values())
+        raise InputError(f"{folder} is of other text ({changes}): move it away, or name another output_dir")
     if folder.exists() or not (own or pretraining.is_demonstration(argv)):
         return
     durable.make_folder(folder.parent, "tokenizer_name")

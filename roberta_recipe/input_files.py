@@ -50,22 +50,25 @@ def read_input_json(path: str | Path) -> Any:
 
 def parse_json(text: str, where: str) -> Any:
     """The content of a JSON text. Raises `InputError` with its location `where`."""
-    try:
+    with parsing(where, "JSON"):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {error}") from None
 
 
 @contextlib.contextmanager
-def parsing(path: str | Path, wanted: str) -> Iterator[None]:
-    """Context for code that parses an input file: exceptions are re-raised as `InputError` "`path` is not `wanted`".
-    Keep that code short, as it hides bugs too."""
+def explained(what: str, fix: str = "") -> Iterator[None]:
+    """Context that re-raises exceptions of libraries, which for bad input may have any type, as `InputError` "`what`
+    (type: message)`fix`". Keep its code short, as it hides bugs too."""
     try:
         yield
     except (InputError, RunError):
         raise
     except Exception as error:
-        raise InputError(f"{path} is not {wanted} ({type(error).__name__}: {first_line(error)})") from error
+        raise InputError(f"{what} ({type(error).__name__}: {first_line(error)}){fix}") from error
+
+
+def parsing(path: str | Path, wanted: str) -> contextlib.AbstractContextManager[None]:
+    """Context for code that parses an input file."""
+    return explained(f"{path} is not {wanted}")
 
 
 def is_text(value: Any) -> bool:
@@ -78,8 +81,7 @@ def load_from_hub(name: str, *config: str, split: str | None, instead: str) -> A
     names a local alternative (`instead`)."""
     import datasets  # slow, and not needed for local files
 
-    try:
+    with explained(
+        f"cannot load {', '.join([name, *config, split or 'all splits'])} from the Hub", f"; give {instead}"
+    ):
         return datasets.load_dataset(name, *config, split=split)
-    except Exception as error:  # the Hub client raises a dozen kinds
-        what = ", ".join([*config, split or "all splits"])
-        raise InputError(f"cannot load {name} ({what}) from the Hub: {first_line(error)}; or give {instead}") from None

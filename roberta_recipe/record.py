@@ -15,7 +15,7 @@ import torch
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
 from roberta_recipe.hardware import Machine, describe_machine, peak_memory_bytes
-from roberta_recipe.input_files import ROOT, read_input_json
+from roberta_recipe.input_files import ROOT, explained, read_input_json
 from roberta_recipe.log import is_first_process
 from roberta_recipe.settings import dump_yaml
 
@@ -26,6 +26,7 @@ SKIPPED_NAME = "skipped_blocks.json"  # loss spikes, and the blocks skipped beca
 TOKENIZER_NAME = "tokenizer"  # folder of a tokenizer trained by the run
 INDEX_NAME = "chunks.index"  # `chunks.ChunkIndex`
 HASHES_NAME = ".file_hashes.json"  # cached hashes of text files, also in a token cache
+LISTS_NAME = ".hub_files.json"  # in a token cache: the files of Hub datasets at a commit
 HUB_NAME = "hub.json"  # the run's id, also in the card of its repository on the Hub
 BLIMP_NAME = "blimp.json"  # BLiMP scores, in the folder of the weights
 SUMMARY_NAME, BEST_NAME = "summary.json", "best"  # of a fine-tuning protocol; folder of a run's best epoch
@@ -212,10 +213,8 @@ def read_record(path: Path, needed: tuple[str, ...], advice: str) -> Any:
     values = read_input_json(path)
     if isinstance(values, dict) and (missing := [name for name in (*needed, durable.SEAL) if name not in values]):
         raise InputError(f"{path} has no {missing[0]!r}: it was written by another version of this recipe; {advice}")
-    try:
+    with explained(f"{path} is damaged", "; copy it again, or move its folder away to repeat the run"):
         return durable.unsealed(values)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}; copy it again, or move its folder away to repeat the run") from None
 
 
 def loss_at_steps(log_history: list[dict[str, Any]], key: str, at_most: int = 200) -> list[list[float]]:

@@ -24,8 +24,8 @@ from transformers import HfArgumentParser
 
 from roberta_recipe import stock_flags
 from roberta_recipe.credentials import holds_secret, redact
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import read_text, resolve_path
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained, read_text, resolve_path
 
 NUMBERS_END = 2**32  # integers must be below: the limit of NumPy's seeds and torch's sizes
 _TRAINER_FLAGS = "Flags of transformers.TrainingArguments (huggingface.co/docs/transformers/main_classes/trainer):"
@@ -143,12 +143,8 @@ def parse(
     for cls in dataclass_types:
         own = {name: values[name] for name in flags_of(cls)}
         _check_values(cls, own, defaults)
-        try:
+        with explained("invalid flags"):
             filled.append(cls(**own))
-        except InputError:
-            raise
-        except Exception as error:  # of any kind, by transformers or accelerate
-            raise InputError(f"{type(error).__name__}: {first_line(error)}") from None
         for name, flag in flags_of(cls).items():
             if flag.scope != "start" and not (own[name] is None and defaults[name] is None):
                 resolved[name] = plain(own[name])

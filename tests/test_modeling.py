@@ -268,7 +268,7 @@ print(type(model).__module__)
         ("max_position_embeddings=64", r"max_seq_length=64 is more than the 62 positions"),
         ("pad_token_id=0", r"pad_token_id=0, the tokenizer 400 entries and 1"),
         ("vocab_size=448", r"set vocab_size to 400, pad_vocab_to_multiple_of to 448, or tokenizer_name to"),
-        ("hidden_size=33", r"a 'roberta' model with these values cannot be built: ValueError: The hidden size \(33\)"),
+        ("hidden_size=33", r"a 'roberta' model with these values cannot be built \(ValueError: The hidden size \(33\)"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(tokenizer, config_file, overrides, message):

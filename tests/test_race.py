@@ -275,7 +275,7 @@ def test_the_hubs_columns(monkeypatch):
     assert asked == [(("ehovy/race", level), {"split": "validation"}) for level in race.LEVELS]
     assert [question.answer for question in questions] == [2] * 4 and questions[0].article == "a b"
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"cannot load ehovy/race .*--data_dir"):
+    with pytest.raises(InputError, match=r"cannot load ehovy/race, .*--data_dir"):
         race.read_hub("train", race.LEVELS)
 
 

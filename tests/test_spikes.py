@@ -225,5 +225,5 @@ def test_a_damaged_list_of_blocks_is_refused(tmp_path):
     durable.write_sealed(path, {"returns": [{"step": 8, "loss": 9.0, "blocks": [[48, 64]]}]})
     assert stopping.read_skipped(tmp_path) == [range(48, 64)]
     path.write_text(path.read_text().replace("64", "65"))
-    with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(its content does not match"):
+    with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(.*its content does not match"):
         stopping.read_skipped(tmp_path)

@@ -10,21 +10,28 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import fsspec
 import psutil
 import pytest
 import torch
-from conftest import Forked, corpus_of, forked_ranks, make_documents, wait_until, write_jsonl
+from conftest import Forked, corpus_of, forked_ranks, make_documents, train, wait_until, write_jsonl
+from fsspec.registry import _registry
 from test_stream import blocks_of, facts, reader_of
 
 from roberta_recipe import durable
 from roberta_recipe.data import chunks, token_cache
+from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
 from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.record import LISTS_NAME
+from roberta_recipe.settings import dump_yaml, load_yaml
 from roberta_recipe.training.processes import end_together, first_process_first
 
 
@@ -302,3 +309,38 @@ def test_packing_processes_end_with_the_packer(corpus, tokenizer, tmp_path, monk
     for process in alive:
         process.kill()
     assert len(gone) == 2
+
+
+def test_a_complete_cache_needs_no_hub(preset, train_file, tmp_path, monkeypatch):
+    """The files of a dataset at a commit are listed once, and its text is read once; without the list, the Hub is asked
+    again. A branch may change, so that its files are listed at each start."""
+    commit, hub = "0123" * 10, fsspec.filesystem("memory")
+    monkeypatch.setitem(_registry, "hf", type("Hub", (type(hub),), {"protocol": "hf"}))
+    values = load_yaml(preset)
+    del values["train_file"], values["validation_file"]
+    cache, own = tmp_path / "cache", tmp_path / "own.yaml"
+
+    def start(revision, name, reachable):
+        url = f"hf://datasets/me/text@{revision}/a.parquet"
+        found = SimpleNamespace(name="parquet", config=SimpleNamespace(data_files={"train": [url]}))
+        answer = mock.Mock(return_value=found, side_effect=None if reachable else ConnectionError("no route"))
+        monkeypatch.setattr(corpora.datasets, "load_dataset_builder", answer)
+        if reachable:
+            hub.pipe(url, Path(train_file).read_bytes())
+        else:
+            hub.store.clear()
+        (tmp_path / "hub.yaml").write_text(
+            f'validation_share: 0.2\nsources: [{{name: a, dataset: me/text, revision: "{revision}"}}]\n',
+            encoding="utf-8",
+        )
+        own.write_text(dump_yaml({**values, "corpus": str(tmp_path / "hub.yaml")}), encoding="utf-8")
+        return train(own, "--token_cache", cache / revision, "--output_dir", tmp_path / name)
+
+    before = start(commit, "online", True)
+    assert start(commit, "offline", False)["digest"] == before["digest"]
+    assert start("main", "branch", True)
+    with pytest.raises(InputError, match=r"'main'.* cannot be opened .*: no route"):
+        start("main", "branch_offline", False)
+    (cache / commit / LISTS_NAME).unlink()
+    with pytest.raises(InputError, match=r"cannot be opened .*: no route"):
+        start(commit, "unlisted", False)

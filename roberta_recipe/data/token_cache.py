@@ -33,6 +33,7 @@ from roberta_recipe.data.documents import Row, file_rows, text_hash
 from roberta_recipe.data.packing import Columns
 from roberta_recipe.errors import InputError, RunError, first_line
 from roberta_recipe.hardware import end_with_parent
+from roberta_recipe.input_files import explained
 from roberta_recipe.log import Bar, counted, logger
 
 FINGERPRINT = "fingerprint.json"
@@ -155,11 +156,8 @@ def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
 
 
 def _read_fingerprint(folder: Path) -> dict[str, Any]:
-    try:
+    with explained(f"token_cache={folder}: {FINGERPRINT} cannot be read", "; remove the folder, or name another"):
         return durable.read_sealed(folder / FINGERPRINT)
-    except (OSError, ValueError) as error:
-        reason = f"{FINGERPRINT} cannot be read ({first_line(error)})"
-        raise InputError(f"token_cache={folder}: {reason}; remove the folder, or name another") from None
 
 
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:

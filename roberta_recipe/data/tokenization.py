@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained, path_or_hub_id, resolve_path
 from roberta_recipe.log import logger
 
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -57,16 +57,12 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         fix = f"recreate it, or remove {durable.MANIFEST} if you changed it yourself"
         raise InputError(f"the tokenizer {name} is damaged: {damage}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
-    try:
+    fix = ": name a folder or a Hub id, or train one with tokenizer/train_tokenizer.py"
+    with explained(f"no tokenizer at tokenizer_name={name}", fix):
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
-    except Exception as error:  # json and transformers raise many types for damaged files, tokenizers plain Exceptions
-        raise InputError(
-            f"no tokenizer at tokenizer_name={name} ({type(error).__name__}: {first_line(error)}): name a folder or a "
-            "Hub id, or train one with tokenizer/train_tokenizer.py"
-        ) from None
     # for a folder with a config alone, transformers 5 returns an empty tokenizer
     if len(tokenizer) <= len(tokenizer.all_special_ids) or not tokenizer.is_fast:
         raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")

@@ -13,25 +13,14 @@ from transformers.utils import cached_file
 
 from roberta_recipe import durable
 from roberta_recipe.data.tokenization import FILES
-from roberta_recipe.errors import InputError, first_line
-from roberta_recipe.input_files import path_or_hub_id, resolve_path
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained, path_or_hub_id, resolve_path
 from roberta_recipe.log import listed
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
 # positions as RoBERTa's
 _OFFSET = ["camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet", "xmod"]
-
-
-@contextlib.contextmanager
-def _explained(what: str, fix: str = "") -> Iterator[None]:
-    """Context that re-raises what transformers raises (for a malformed file: anything) as `InputError`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{what}: {type(error).__name__}: {first_line(error)}{fix}") from error
 
 
 def check(name: str) -> None:
@@ -48,7 +37,7 @@ def check(name: str) -> None:
 
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config, updated with `settings`. Raises `InputError`."""
-    with _explained(f"no model config at {argument}={name!r}, a folder or a Hub id"):
+    with explained(f"no model config at {argument}={name!r}, a folder or a Hub id"):
         return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
 
 
@@ -65,7 +54,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
         for key in derived & overridden(overrides):
             raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
         fix = "; write key=value,key=value, with keys of the config"
-        with _explained(f"config_overrides={overrides!r} does not fit {name!r}", fix):
+        with explained(f"config_overrides={overrides!r} does not fit {name!r}", fix):
             config.update_from_string(overrides.replace(" ", ""))
     albert.set_groups(config, f"config_name={name!r}")
     return config
@@ -149,7 +138,7 @@ def load(
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on missing weights
     try:
-        with _explained(f"no weights to load at {where}, in safetensors"):
+        with explained(f"no weights to load at {where}, in safetensors"):
             model, info = cls.from_pretrained(
                 path_or_hub_id(name),
                 config=config,
@@ -168,7 +157,7 @@ def load(
 
 def fresh(cls: Any, config: PreTrainedConfig) -> PreTrainedModel:
     """A float32 model of the class or Auto class `cls` with fresh weights. Raises `InputError`."""
-    with _explained(f"a {config.model_type!r} model with these values cannot be built"):
+    with explained(f"a {config.model_type!r} model with these values cannot be built"):
         return cls.from_config(config, dtype=torch.float32) if hasattr(cls, "from_config") else cls(config)
 
 

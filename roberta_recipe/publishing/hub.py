@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.errors import InputError, RunError, first_line
+from roberta_recipe.input_files import explained
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.publishing import blimp_table, card
@@ -161,12 +162,9 @@ def run_id(output_dir: Path) -> str:
         durable.make_folder(output_dir)
         durable.check_output_file(path, "the run's id", "push a copy of the run's folder")
         durable.write_sealed(path, {_RUN_ID: uuid.uuid4().hex})
-    try:
+    fix = ': delete it, and push the finished run with make push ... ARGS="--replace"'
+    with explained(f"{path} is damaged", fix):
         return durable.read_sealed(path)[_RUN_ID]
-    except (ValueError, KeyError) as error:
-        raise InputError(
-            f'{path} is damaged ({error}): delete it, and push the finished run with make push ... ARGS="--replace"'
-        ) from None
 
 
 def open_repo(

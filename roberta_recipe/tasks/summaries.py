@@ -13,7 +13,8 @@ import numpy as np
 
 from roberta_recipe import durable
 from roberta_recipe import record as records
-from roberta_recipe.errors import InputError, first_line
+from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained
 from roberta_recipe.training.finetune_trainer import WEIGHTS, validation_scores
 
 ANSWERS_NAME = "validation_answers.tsv"  # in the folder of the best run
@@ -148,12 +149,9 @@ def read_test_scores(run: Run, test_hash: str) -> dict[str, np.ndarray] | None:
     path = run.output_dir / TEST_SCORES
     if not path.is_file():
         return None
-    try:
-        with np.load(path) as archive:
-            stored = dict(archive)  # checks the zip's CRCs
+    with explained(f"{path} is damaged", ": move it away to score the test set again"), np.load(path) as archive:
+        stored = dict(archive)  # checks the zip's CRCs
         stored_hash = str(stored.pop("rows"))
-    except Exception as error:  # of zipfile, zlib or numpy
-        raise InputError(f"{path} is damaged ({first_line(error)}): move it away to score the test set again") from None
     return stored if stored_hash == test_hash else None
 
 

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,9 @@ def check(args: TrainingArguments) -> None:
     name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
     if args.deepspeed_plugin and (lost := TABLE[name].breaks_under_zero):
         raise InputError(f"optim={name}: ZeRO flattens {lost}; use adamw_torch, or start without DeepSpeed")
-    try:
+    numbers = f"adam_beta1={args.adam_beta1}, adam_beta2={args.adam_beta2}, adam_epsilon={args.adam_epsilon}"
+    with explained(f"optim={name} with {numbers} and optim_args={args.optim_args}, name=value,name=value"):
         build(args, nn.ModuleList([nn.Linear(2, 2)]), ["0.weight"])
-    except (ImportError, TypeError, ValueError) as error:
-        numbers = f"adam_beta1={args.adam_beta1}, adam_beta2={args.adam_beta2}, adam_epsilon={args.adam_epsilon}"
-        raise InputError(
-            f"optim={name} with {numbers} and optim_args={args.optim_args} (name=value,name=value): {error}"
-        ) from None
 
     where = f"lr_scheduler_type={schedule.value}"
     if kwargs and schedule in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
@@ -175,10 +172,8 @@ def check(args: TrainingArguments) -> None:
         raise InputError(f"warmup_steps={args.warmup_steps:g}: {where} has no warm-up; use constant_with_warmup")
     steps = args.max_steps if args.max_steps > 0 else 1000  # a number of epochs: as long as the data
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    try:
+    with explained(f"{where} with lr_scheduler_kwargs={kwargs}"):
         get_scheduler(schedule, optimizer, args.get_warmup_steps(steps), steps, kwargs)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where} with lr_scheduler_kwargs={kwargs}: {error}") from None
     if args.max_steps > 0:
         check_length(args, steps)
 

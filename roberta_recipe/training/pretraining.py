@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
 from roberta_recipe.data.chunks import PACKERS, TextReader
-from roberta_recipe.data.documents import sample_documents
+from roberta_recipe.data.documents import check_sources, sample_documents
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader
 from roberta_recipe.errors import InputError
@@ -175,6 +176,15 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
     if args.train_file:
         return corpora.corpus_of_files(args.train_file, args.validation_file, args.text_column, args.language)
     return corpora.read_corpus(args.corpus)
+
+
+def resolve_corpus(args: MlmArguments) -> corpora.Corpus:
+    """The corpus with its files. Its text is checked, unless a token cache has been begun from it. Raises
+    `InputError`."""
+    corpus = corpora.resolve(read_corpus(args), args.token_cache)
+    if not (args.token_cache and Path(args.token_cache, token_cache.FINGERPRINT).exists()):
+        check_sources(corpus)
+    return corpus
 
 
 def load_tokenizer(args: MlmArguments) -> PreTrainedTokenizerBase:

@@ -24,8 +24,9 @@ from transformers import TrainerCallback
 
 from roberta_recipe import durable
 from roberta_recipe.data.order import Skipped, in_words, union
-from roberta_recipe.errors import InputError, RunError, Stopped, first_line, lost_message
+from roberta_recipe.errors import RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
+from roberta_recipe.input_files import explained
 from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
@@ -192,13 +193,9 @@ def read_skipped(output_dir: str | Path) -> Skipped:
 def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
     """The loss spikes recorded in the run's folder. Raises `InputError` for a damaged file."""
     path = Path(output_dir, SKIPPED_NAME)
-    try:
+    fix = ": it lists the blocks that this run skips; move it away, and name them with --skip_blocks"
+    with explained(f"{path} cannot be used", fix):
         return durable.read_sealed(path)["returns"] if path.is_file() else []
-    except ValueError as error:
-        raise InputError(
-            f"{path} cannot be used ({error}): it lists the blocks that this run skips; move it away, and name them "
-            "with --skip_blocks"
-        ) from None
 
 
 def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
