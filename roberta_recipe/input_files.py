@@ -11,6 +11,7 @@ from roberta_recipe.errors import InputError, RunError, first_line
 
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = _PACKAGE / "installed"  # presets in a wheel (pyproject.toml)
+HUB_COMMIT = "[0-9a-f]{40}"  # pattern of a repository's commit
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # base of paths such as presets/mlm/base.yaml
 
 

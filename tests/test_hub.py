@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from roberta_recipe import durable
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.errors import InputError, RunError, Stopped
+from roberta_recipe.input_files import HUB_COMMIT
 from roberta_recipe.model import weights
 from roberta_recipe.publishing import card as cards
 from roberta_recipe.publishing import hub
@@ -238,7 +240,7 @@ def test_a_model_of_the_hub_is_identified_by_its_commit(server, preset, tmp_path
     train(preset)
     push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/identified"])
     before = weights.content_hash("me/identified")
-    assert cards._HUB_COMMIT.fullmatch(before)
+    assert re.fullmatch(HUB_COMMIT, before)
     push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/identified", "--license", "mit"])
     assert weights.content_hash("me/identified") != before
 

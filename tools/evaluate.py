@@ -63,7 +63,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         raise InputError(f"{why}: name a run's folder, or the held-out text with --train_file or --corpus")
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
-    if args.token_cache and not Path(args.token_cache, token_cache.FINGERPRINT).exists():
+    if args.token_cache and not token_cache.is_begun(args.token_cache):
         args = dataclasses.replace(args, token_cache=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)

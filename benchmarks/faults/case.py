@@ -357,6 +357,7 @@ def undisturbed(scenario: Scenario, other_seed: bool, folder: Path, shared: Path
         if time.monotonic() - start.begun > 5 * LIMIT_S[start.launched]:  # DeepSpeed may have to build an extension
             start.end()
         time.sleep(POLL_S)
+    start.end()  # writes the log
     if start.endings() != ["ok"] * len(start.processes):
         raise SystemExit(f"error: {scenario.name} fails without a fault:\n{start.text[-3000:]}")
     sizes = [path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()]

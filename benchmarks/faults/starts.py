@@ -58,16 +58,15 @@ class Process:
         with contextlib.suppress(OSError):
             os.setpgid(self.pid, group or self.pid)
         os.set_blocking(read, False)
-        self._pipe, self.log = read, log
+        self._pipe, self.log = os.fdopen(read, "rb", 0), log  # freed with this object
 
     def poll(self) -> bool:
         """Read new output, also that of orphan processes; returns whether the process is alive."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._pipe, 1 << 16):
-                self.text += part
+        while part := self._pipe.read(1 << 16):  # None: no output yet
+            self.text += part
         return self.code is None
 
     def send(self, number: int) -> None:

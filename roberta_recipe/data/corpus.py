@@ -23,7 +23,7 @@ from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.file_formats import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.input_files import explained, parsing, read_input_json, resolve_path
+from roberta_recipe.input_files import HUB_COMMIT, explained, parsing, read_input_json, resolve_path
 from roberta_recipe.log import Bar, counted, log_once
 from roberta_recipe.record import HASHES_NAME, LISTS_NAME
 from roberta_recipe.settings import check_mapping, load_yaml
@@ -35,7 +35,6 @@ _LEAST_SHARE = 1e-6
 _HASHING_THREADS = 8
 BYTES_PER_TOKEN = 4.5  # English text in a 50K byte-level BPE; an assumption, used without a token cache
 TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its source
-_COMMIT = "[0-9a-f]{40}"  # of a repository on the Hub
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a newer file may change without new timestamps
 # keys of fsspec's `info`, the most reliable first
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime", "LastModified", "Last-Modified")
@@ -155,11 +154,11 @@ def resolve(corpus: Corpus, token_cache: str | None = None) -> Corpus:
     path, lists, resolved = Path(token_cache or os.devnull, LISTS_NAME), {}, {}
     with contextlib.suppress(OSError, ValueError):  # missing or damaged
         lists = durable.read_sealed(path)
-    stored = len(lists)
+    stored, on_hub = len(lists), hub_ids(corpus)
     for source in corpus.sources:
         key = durable.fingerprint([source.dataset, source.config, source.revision, source.split])
         train = tuple(lists[key]) if key in lists else _locate(source)
-        if source.dataset in hub_ids(corpus) and re.fullmatch(_COMMIT, source.revision):
+        if source.dataset in on_hub and re.fullmatch(HUB_COMMIT, source.revision):
             lists[key] = train
         held_out = _list_files(source.name, source.validation_files) if source.validation_files else train
         resolved |= {(source.name, "train"): train, (source.name, "validation"): held_out}
@@ -183,10 +182,9 @@ def _locate(source: Source) -> Files:
     if source.files:
         return _list_files(source.name, source.files)
     where = f"source {source.name!r}: dataset {source.dataset!r} (config {source.config!r}, {source.revision!r})"
-    # an empty cache, as a cached table, which has no list of files, would be taken instead
-    with explained(f"{where} cannot be opened"), tempfile.TemporaryDirectory() as empty:
-        options = {"revision": source.revision, "cache_dir": empty}
-        builder = datasets.load_dataset_builder(source.dataset, source.config, **options)
+    # a new cache, as a cached table, which has no list of files, would be taken instead
+    with explained(f"{where} cannot be opened"), tempfile.TemporaryDirectory() as new:
+        builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision, cache_dir=new)
     splits = builder.config.data_files or {}
     if source.split not in splits:
         raise InputError(f"{where} has no split {source.split!r}; it has {sorted(splits)}")
@@ -319,7 +317,7 @@ def hash_files(corpus: Corpus, cache_folder: str | Path) -> Corpus:
 
 def _hash_file(path: str, cached: FileHash | None = None) -> FileHash:
     """The hash of a file; the `cached` one if the file still has its stamp."""
-    if re.match(f"hf://[^@]+@{_COMMIT}/", path):  # a branch may change
+    if re.match(f"hf://[^@]+@{HUB_COMMIT}/", path):  # a branch may change
         return FileHash([path], None)
     if "://" in path:
         system, inner = fsspec.core.url_to_fs(path)

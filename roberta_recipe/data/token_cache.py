@@ -142,12 +142,17 @@ def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
     return shards
 
 
+def is_begun(folder: str | Path) -> bool:
+    """Whether a build of the cache has begun, from text that was checked."""
+    return Path(folder, FINGERPRINT).exists()
+
+
 def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     """Create a cache in `folder`, or check that the existing one has this fingerprint; returns the hash that its shards
     carry. Raises `InputError` for another fingerprint."""
     folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
     durable.make_folder(folder, "token_cache")
-    if not (folder / FINGERPRINT).exists():
+    if not is_begun(folder):
         durable.write_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
     if changed := durable.differences(before, wanted):

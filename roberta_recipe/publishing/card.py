@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe import record as records
 from roberta_recipe.hardware import Machine
-from roberta_recipe.input_files import resolve_path
+from roberta_recipe.input_files import HUB_COMMIT, resolve_path
 from roberta_recipe.log import counted
 from roberta_recipe.publishing import blimp_table
 from roberta_recipe.publishing.tables import markdown_table, plain
@@ -29,7 +29,7 @@ _PIPELINES = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
-_HUB_ID, _HUB_COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile("[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHAPE = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden size",
@@ -131,7 +131,7 @@ def _starts_from_hub(record: records.RunRecord) -> bool:
     folder; continued pretraining records the name of a Hub model, or the absolute path of a folder."""
     weights = record["fingerprint"].get("weights")
     if weights not in (None, "None"):  # the latter in older records of a Hub model
-        return bool(_HUB_COMMIT.fullmatch(weights))
+        return bool(re.fullmatch(HUB_COMMIT, weights))
     return _is_hub_id(record["resolved_args"]["model_name_or_path"])
 
 

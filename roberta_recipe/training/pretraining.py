@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,7 +181,7 @@ def resolve_corpus(args: MlmArguments) -> corpora.Corpus:
     """The corpus with its files. Its text is checked, unless a token cache has been begun from it. Raises
     `InputError`."""
     corpus = corpora.resolve(read_corpus(args), args.token_cache)
-    if not (args.token_cache and Path(args.token_cache, token_cache.FINGERPRINT).exists()):
+    if not (args.token_cache and token_cache.is_begun(args.token_cache)):
         check_sources(corpus)
     return corpus
 
