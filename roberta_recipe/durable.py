@@ -136,14 +136,16 @@ def unsealed(values: Any) -> dict[str, Any]:
 
 
 def seal(folder: Path) -> None:
-    """fsync the files of a finished folder, then write their sizes and SHA-256 into its manifest."""
+    """fsync the files of a finished folder, then write their sizes and SHA-256 into its manifest, and its mode to them:
+    safetensors 0.8 creates files with mode 0600, whatever the umask (safetensors#782)."""
     paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
     for path in (*paths, folder, folder.parent):
         sync(path)
-    files = {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, sha256(path)] for path in paths if path.is_file()
-    }
-    write_json(folder / MANIFEST, {"files": files})
+    names = {path: path.relative_to(folder).as_posix() for path in paths if path.is_file()}
+    write_json(folder / MANIFEST, {"files": {names[path]: [path.stat().st_size, sha256(path)] for path in names}})
+    for path in names:
+        with contextlib.suppress(OSError):  # a file system without modes
+            path.chmod((folder / MANIFEST).stat().st_mode)
 
 
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:

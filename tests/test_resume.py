@@ -134,6 +134,16 @@ def test_a_named_folder_that_is_no_checkpoint_is_called_what_it_is(tmp_path):
             checkpoint._find(str(tmp_path / "new"), str(tmp_path / name))
 
 
+def test_sealed_weights_are_readable_by_those_who_can_read_the_config(tmp_path):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").touch()
+    durable.seal(tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == dict.fromkeys(("model.safetensors", "config.json", durable.MANIFEST), 0o666 & ~umask)
+
+
 def test_the_newest_whole_checkpoints_stay(tmp_path):
     for step in (2, 4, 6, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -174,17 +174,13 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], where: str, fresh
             )
         loaded.add(model.base_model_prefix)
         resized = {key for key in resized if key.startswith(body)}
-        missing = {key for key in missing if key.partition(".")[0] in loaded and not _is_pooler(key, body)}
+        missing = {key for key in missing if key.partition(".")[0] in loaded and f"{body}pooler" not in key}
     if missing:
         raise InputError(f"{where} has no weights for {listed(sorted(missing), 1)}{advice and f': {advice}'}")
     if resized:
         raise InputError(f"{where}: weights have other sizes than in its config.json, {listed(sorted(resized), 1)}")
-    if left := [key for key in info["unexpected_keys"] if key.startswith(body) and not _is_pooler(key, body)]:
+    if left := [key for key in info["unexpected_keys"] if key.startswith(body) and f"{body}pooler" not in key]:
         raise InputError(f"{where}: its config.json has no place for the weights {listed(sorted(left), 1)}")
-
-
-def _is_pooler(key: str, body: str) -> bool:
-    return key.startswith(body) and "pooler" in key
 
 
 def content_hash(name: str) -> str:
