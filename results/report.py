@@ -502,8 +502,8 @@ def sections(ledger: Ledger, folder: Path) -> list[Section]:
 
 
 def _notes(compared: list[tuple[Pair, TestResult]]) -> list[str]:
-    notes = dict.fromkeys(f"{pair.row.name}: {pair.any['note']}" for pair, _ in compared if pair.any["note"])
-    return [f"Data other than the official files: {'. '.join(notes)}."] * bool(notes)
+    notes = dict.fromkeys(f"- {pair.row.name}: {pair.any['note']}." for pair, _ in compared if pair.any["note"])
+    return [*["Data other than the official files:"] * bool(notes), *notes]
 
 
 def as_markdown(shown: Sequence[Section]) -> str:
