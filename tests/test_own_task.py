@@ -202,6 +202,10 @@ BAD = {
     "one number": ("t.csv", "text,label\na,1\nb,1.0\n", [], "label is '1' in all 2 rows"),
     "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
     "list and word": (
+    "one score in validation": (
+        "t.csv", "text,label\na,0.5\nb,0.7\n", ["--validation_file", "one.csv"],
+        "one.csv: label is 0.5 in all rows; a correlation needs two scores",
+    ),
         "t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [],
         "t.jsonl, row 2: label is 'x', not a list of words",
     ),
@@ -254,6 +258,7 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
     (tmp_path / "other.csv").write_text("body\na\n")
     name, content, others, said = BAD[case]
     with pytest.raises(InputError, match=said):
+    (tmp_path / "one.csv").write_text("text,label\nd,0.5\ne,0.50\n")
         finetune_glue.main(argv(name, content, *others))
 
 

@@ -77,11 +77,11 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
             Examples([whole.texts[row] for row in part], [whole.labels[row] for row in part])
             for part in hold_out(whole.labels)
         )
-    if held_out and len(examples["validation"].texts) < (1 if names else 2):
-        raise InputError(
-            f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file"
-            f"{_about_scores(names)}"
-        )
+    if len(values := {*examples["validation"].labels}) < (1 if names else 2):
+        said = f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file"
+        if not held_out:
+            said = f"{tables['validation'][0]}: {label} is {min(values)} in all rows; a correlation needs two scores"
+        raise InputError(f"{said}{_about_scores(names)}")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
     files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
     return Task(
