@@ -250,8 +250,8 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
 
 
 def is_label(value: Any) -> bool:
-    """Whether a list of labels may have this element: a word or a whole number."""
-    return type(value) is int or (is_text(value) and value.strip() == value != "")
+    """Whether a list of labels may have this element: a whole number, or a word that fits into a cell of a TSV."""
+    return type(value) is int or (is_text(value) and bool(re.fullmatch(r"\S([^\t\r\n]*\S)?", value)))
 
 
 def _fault(value: Any, has_lists: bool) -> str:
@@ -263,8 +263,8 @@ def _fault(value: Any, has_lists: bool) -> str:
         return "and a row has a single label, a word or a number"
     if isinstance(number := _number(value), float):
         return "" if math.isfinite(number) else "which means a missing label: remove the row, or rename the class"
-    if str(value) != str(value).strip():
-        return "with blanks around it; remove them"
+    if isinstance(value, str) and not is_label(value):
+        return "with blanks around it, a tab, a line end or invalid Unicode; correct it"
     return "and lists of labels need JSON lines or Parquet" if re.fullmatch(r"(?s)\[.*\]", str(value)) else ""
 
 
