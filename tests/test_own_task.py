@@ -202,13 +202,13 @@ BAD = {
         "other.csv has no column 'text', but 'body': name its columns .*the same in all files",
     ),
     "one score held out": ("t.csv", "text,label\n" + "a,0.5\nb,0.7\n" * 7, [], "14 rows, too few per label to hold"),
-    "one number": ("t.csv", "text,label\na,1\nb,1.0\n", [], "label is '1' in all 2 rows"),
-    "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
-    "list and word": (
     "one score in validation": (
         "t.csv", "text,label\na,0.5\nb,0.7\n", ["--validation_file", "one.csv"],
         "one.csv: label is 0.5 in all rows; a correlation needs two scores",
     ),
+    "one number": ("t.csv", "text,label\na,1\nb,1.0\n", [], "label is '1' in all 2 rows"),
+    "one label": ("t.csv", "text,label\na,x\nb,x\n", [], "label is 'x' in all 2 rows"),
+    "list and word": (
         "t.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": "x"}', [],
         "t.jsonl, row 2: label is 'x', not a list of words",
     ),
@@ -225,6 +225,7 @@ BAD = {
     ),
     "same name": ("t.csv", "text,label,label\na,x,y\n", [], "t.csv has several columns 'label': rename or remove"),
     "semicolons": ("t.csv", "text;label\na, b;x\n", [], "t.csv: the header has ';': save it with commas"),
+    "quotes and semicolons": ("t.csv", '"text";"label"\n"a, b";"x"\n', [], "t.csv: the header has ';': save it with"),
     "not UTF-8": ("t.csv", OK, ["--validation_file", "latin.csv"], r"latin.csv is not UTF-8 text \(in Excel: CSV"),
     "no validation row": ("t.csv", OK, ["--validation_file", "empty.csv"], "empty.csv has no rows"),
     "labels in some test rows": (
@@ -257,11 +258,11 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
     (tmp_path / "v.csv").write_text("text,label\nc,z\n")
     (tmp_path / "latin.csv").write_bytes(b"text,label\ncaf\xe9,x\n")
     (tmp_path / "empty.csv").write_text("text,label\n")
+    (tmp_path / "one.csv").write_text("text,label\nd,0.5\ne,0.50\n")
     (tmp_path / "some.csv").write_text("text,label\na,x\nb,\n")
     (tmp_path / "other.csv").write_text("body\na\n")
     name, content, others, said = BAD[case]
     with pytest.raises(InputError, match=said):
-    (tmp_path / "one.csv").write_text("text,label\nd,0.5\ne,0.50\n")
         finetune_glue.main(argv(name, content, *others))
 
 

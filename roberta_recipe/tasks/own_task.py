@@ -169,13 +169,14 @@ def read_table(path: str) -> Rows:
 
 
 def _delimited(path: str, text: str, **dialect: Any) -> Rows:
+    header = text.replace("\r", "\n").partition("\n")[0]
+    if ";" in header and dialect.get("delimiter", ",") not in header:
+        raise InputError(f"{path}: the header has ';': save it with {'tabs' if dialect else 'commas'}")
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the default is 131,072 characters
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, **dialect), []
     names = reader.fieldnames or []
     if repeated := sorted({name for name in names if name and names.count(name) > 1}):
         raise InputError(f"{path} has several columns {', '.join(map(repr, repeated))}: rename or remove all but one")
-    if len(names) == 1 and ";" in names[0]:
-        raise InputError(f"{path}: the header has ';': save it with {'tabs' if dialect else 'commas'}")
     try:
         for row in reader:
             if None in row or None in row.values():
