@@ -391,6 +391,8 @@ def test_shapes_of_public_files(tmp_path, lines):
         text = "".join(json.dumps(row) + "\n" for row in shape) if lines else json.dumps({"data": shape})
         (tmp_path / "x.json").write_text(text)
         assert squad_files.read_file(tmp_path / "x.json", version_2=True) == wanted
+    (tmp_path / "x.json").write_text(json.dumps(tables[0]) + "\n")  # JSON lines with one line
+    assert squad_files.read_file(tmp_path / "x.json", version_2=None) == wanted[:1]
     (tmp_path / "x.json").write_text(json.dumps([{**row, "id": n} for n, row in enumerate(rows)]))
     assert [q.id for q in squad_files.read_file(tmp_path / "x.json", None)] == [str(n) for n in range(len(rows))]
 

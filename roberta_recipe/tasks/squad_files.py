@@ -51,7 +51,7 @@ def _content(path: Path) -> Any:
     if others and first.startswith("{") and first.rstrip().endswith("}"):
         return [parse_json(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     content = parse_json(text, str(path))
-    return content["data"] if isinstance(content, dict) else content
+    return content.get("data", [content]) if isinstance(content, dict) else content  # a single line
 
 
 def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
