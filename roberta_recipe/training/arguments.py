@@ -157,10 +157,9 @@ def derive_steps(training_args: RecipeTrainingArguments, blocks: int, global_bat
     epochs = training_args.num_train_epochs
     training_args.max_steps = math.ceil(epochs * blocks / global_batch_size)
     if training_args.max_steps < 2:
-        at_once = training_args.per_device_train_batch_size * training_args.world_size
         raise InputError(
             f"num_train_epochs={epochs:g} over {counted(blocks, 'block')} is one step of global_batch_size="
-            f"{global_batch_size}: --global_batch_size {at_once}, or raise --num_train_epochs"
+            f"{global_batch_size}: lower it, or --num_train_epochs {global_batch_size // blocks + 1}"
         )
     optimizers.check_length(training_args, training_args.max_steps)
 
