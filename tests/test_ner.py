@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,7 +164,7 @@ BAD = {
     "columns of a sentence": (["a O", "", "b x O"], {}, "t.conll, line 3: 'b x O' is not 2 columns"),
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
     "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is not an entity tag, the others are: write B"),
-    "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter, not words: keep words and tags "),
+    "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter: keep words and tags, .* -f2,3$"),
     "CoNLL-U": (["1-2\tzum\t_", "1\tzu\tADP", "2\tdem\tDET"], {}, "t.conll: column 1 is a counter"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),
     "column of CoNLL": (["a O"], {"label_column": "tags"}, "label_column=tags has no effect on CoNLL files"),
@@ -202,6 +203,20 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
 CONLL = [  # file, words and tags
     ("# id = 1\na B-X\n\n# newdoc id = 2\n# a b c\nb O\n", "a/B-X b/O"),
     ("# O\na B-X\n", "#/O a/B-X"),
+def test_the_advice_on_a_treebank_keeps_words_and_parts_of_speech(tmp_path):
+    """CoNLL-U (universaldependencies.org/format.html): ten columns, with ranges and empty nodes."""
+    rows = ["# text = zum Meer", "1-2 zum _ _", "1 zu zu ADP", "2 dem der DET", "2.1 x x X", "3 Meer Meer NOUN", "", ""]
+    lines = ["\t".join(row.split() + ["_"] * 6) if row[:1].isdigit() else row for row in rows]
+    (tmp_path / "t.conllu").write_text("\n".join(lines * 2))
+    with pytest.raises(InputError, match="column 1 is a counter") as refused:
+        ner.read_file(str(tmp_path / "t.conllu"), "words", "tags")
+    command = str(refused.value).partition("tags, ")[2].replace("FILE", "t.conllu")
+    kept = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "t.conll").write_text(kept)
+    expected = {"words": ["zu", "dem", "Meer"], "tags": ["ADP", "DET", "NOUN"]}
+    assert ner.read_file(str(tmp_path / "t.conll"), "words", "tags") == [expected] * 2
+
+
     ("#\tSym=Yes\tO\na\tNum=Sing\tB-X\n", "#/O a/B-X"),
     ("a B-X\n# O\n", "a/B-X #/O"),
     ("New York\tB-X\nb\tO\n", "New York/B-X b/O"),
