@@ -182,6 +182,9 @@ BAD = {
     "other columns": ([{"words": ["a"], "tags": ["O"]}], {}, "name one of the columns words, tags with --text_column"),
     "no example": (["a O"], {"max_train_samples": 0}, "max_train_samples=0 must be above 0"),
     "few": (["a O", "b B-X"], {}, "t.conll has too few sentences to hold out a tenth: name a validation_file"),
+    "one tag": (
+        ["a B-X _", "b O _"], {"validation_file": "t.conll"}, "t.conll: all words of the training set have the tag '_'"
+    ),
     "no test file": (["a O"], {"do_predict": True}, "do_predict: .* has no test set; name a test_file"),
     "smoothing": (["a O"], {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 must be below 1, and is for"),
 }  # fmt: skip
@@ -200,9 +203,6 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
         finetune_ner.main(argv(**{"train_file": name, **values}))
 
 
-CONLL = [  # file, words and tags
-    ("# id = 1\na B-X\n\n# newdoc id = 2\n# a b c\nb O\n", "a/B-X b/O"),
-    ("# O\na B-X\n", "#/O a/B-X"),
 def test_the_advice_on_a_treebank_keeps_words_and_parts_of_speech(tmp_path):
     """CoNLL-U (universaldependencies.org/format.html): ten columns, with ranges and empty nodes."""
     rows = ["# text = zum Meer", "1-2 zum _ _", "1 zu zu ADP", "2 dem der DET", "2.1 x x X", "3 Meer Meer NOUN", "", ""]
@@ -217,6 +217,9 @@ def test_the_advice_on_a_treebank_keeps_words_and_parts_of_speech(tmp_path):
     assert ner.read_file(str(tmp_path / "t.conll"), "words", "tags") == [expected] * 2
 
 
+CONLL = [  # file, words and tags
+    ("# id = 1\na B-X\n\n# newdoc id = 2\n# a b c\nb O\n", "a/B-X b/O"),
+    ("# O\na B-X\n", "#/O a/B-X"),
     ("#\tSym=Yes\tO\na\tNum=Sing\tB-X\n", "#/O a/B-X"),
     ("a B-X\n# O\n", "a/B-X #/O"),
     ("New York\tB-X\nb\tO\n", "New York/B-X b/O"),
