@@ -236,8 +236,8 @@ JSON_VALUES = st.recursive(
 BAD_ROWS = [
     (b"{broken", "is not JSON"),
     (b'{"text": "x"} {"text": "y"}', "is not JSON"),
-    (b'{"text": "Caf\xe9"}', "is not UTF-8 (character 3)"),
-    (b'{"text": "\\ud83d"}', "is not UTF-8 (character 0)"),
+    (b'{"text": "Caf\xe9"}', "is not UTF-8 (character 3): convert it"),
+    (b'{"text": "\\ud83d"}', "is not UTF-8 (character 0): half a surrogate pair"),
     (b'{"text": 3}', "holds int, not text"),
     (b'{"text": ["x"]}', "holds list, not text"),
     (b'{"text": {"x": "y"}}', "holds dict, not text"),

@@ -58,7 +58,8 @@ def _checked(value: Any, place: str) -> Text:
     try:
         (value or "").encode()
     except UnicodeEncodeError as bad:
-        return BadRow(f"{place} is not UTF-8 (character {bad.start}); convert it, e.g. with iconv -t UTF-8")
+        fix = "convert it (iconv -t UTF-8)" if "\udc80" <= value[bad.start] < "\udd00" else "half a surrogate pair"
+        return BadRow(f"{place} is not UTF-8 (character {bad.start}): {fix}")
     return value
 
 
