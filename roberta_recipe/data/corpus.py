@@ -87,7 +87,7 @@ class Corpus:
     name: str
     sources: list[Source]
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the documents, chosen by a hash of their text
-    language: str = "en"  # two or three letters (ISO 639), for the sentence splitter and the model card
+    language: str = "en"  # ISO 639-1, of sentence splitter (`deu` would get the rules of `en`) and model card
     # validation documents to exclude: a file written by `tools/contamination.py --held_out --leave_out FILE`
     leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
