@@ -4,6 +4,7 @@ import json
 import math
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -284,6 +285,14 @@ def test_the_only_row_of_a_class_is_a_training_row(names):
     train, held_out = own_task.hold_out(labels)
     assert sorted([*train, *held_out]) == [*range(60)] and (4 in train) == (names[0] != 0.5)
     assert len(held_out) == 6 - (4 in train)
+
+
+def test_each_of_many_rare_labels_keeps_a_training_row():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        labels = rng.random((80, 40)) < 0.03
+        train, held_out = own_task.hold_out(labels[:, labels.any(0)].astype(int).tolist())
+        assert labels[train].any(0).tolist() == labels.any(0).tolist() and len(held_out) > 2
 
 
 def test_flags_of_a_table_need_one():

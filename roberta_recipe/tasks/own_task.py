@@ -298,10 +298,10 @@ def _about_scores(names: tuple[str, ...]) -> str:
 
 def hold_out(labels: list[Any]) -> tuple[list[int], list[int]]:
     """(training rows, held-out rows): a stratified split that holds out every tenth row, sorted by label and shuffled
-    within a label. The only row of a class is a training row."""
+    within a label. Each class keeps a training row."""
     draws, classes = np.random.default_rng(_SPLIT_SEED).random(len(labels)), np.asarray(labels)
     _, order, counts = np.unique(classes, axis=0, return_inverse=True, return_counts=True)
-    single = counts[order] == 1 if classes.ndim == 1 else classes[:, classes.sum(0) == 1].any(1)
-    rows = np.lexsort((draws, order))[_HELD_OUT].tolist()
-    held_out = {row for row in rows if classes.dtype.kind == "f" or not single[row]}
+    rows = np.lexsort((draws, order))[_HELD_OUT]
+    single = counts[order] == 1 if classes.ndim == 1 else classes[:, classes.sum(0) == classes[rows].sum(0)].any(1)
+    held_out = {row for row in rows.tolist() if classes.dtype.kind == "f" or not single[row]}
     return [row for row in range(len(labels)) if row not in held_out], sorted(held_out)
