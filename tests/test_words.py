@@ -165,6 +165,14 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
         words.main(["--model_name_or_path", "none", *flags[2:], "--output", str(tmp_path / "none" / "words.json")])
 
 
+def test_the_language_of_a_text_file_is_that_of_its_splitter(tmp_path):
+    (tmp_path / "t.txt").write_text("Sie kamen am 3. Mai mit dem Zug nach Hause. " * 20, encoding="utf-8")
+    named = ["--model_name_or_path", "m", "--language", "de"]
+    assert words.read_windows(words.parse([*named, "--text_file", str(tmp_path / "t.txt")]))[1] == "de"
+    with pytest.raises(InputError, match="language need text_file; a corpus preset has its own"):
+        words.parse([*named, "--corpus", "c.yaml"])
+
+
 def test_a_model_of_few_positions_is_asked_the_same_words(config, tokenizer, caplog):
     """With 64 and 24 positions, windows are divided, and each loss is that of its part."""
     torch.manual_seed(0)

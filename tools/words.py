@@ -247,7 +247,7 @@ def evaluate(
 def read_windows(args: argparse.Namespace) -> tuple[list[Window], str]:
     """Windows of `max_documents` held-out documents per source, and the language. Raises `InputError`."""
     if args.text_file:
-        corpus = resolve(corpus_of_files(args.text_file, args.text_file, args.text_column))
+        corpus = resolve(corpus_of_files(args.text_file, args.text_file, args.text_column, args.language))
     else:
         corpus = resolve(read_corpus(args.corpus))
         check_sources(corpus)
@@ -268,10 +268,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text_file", nargs="+", help="held-out text, JSONL or Parquet, in place of --corpus")
     parser.add_argument("--max_documents", type=int, default=500, help="documents per source, chosen by a hash")
     parser.add_argument("--text_column", default="text", help="column of text_file that holds the text")
+    parser.add_argument("--language", default="en", help="language of text_file, for the sentence splitter")
     parser.add_argument("--output", help="JSON file for the metrics")
     args = parser.parse_args(argv)
     if bool(args.corpus) == bool(args.text_file):
         raise InputError("name either corpus or text_file")
+    if args.corpus and (args.text_column, args.language) != ("text", "en"):
+        raise InputError("text_column and language need text_file; a corpus preset has its own")
     if args.max_documents < 1:
         raise InputError(f"max_documents={args.max_documents} must be at least 1")
     return args
