@@ -1,5 +1,6 @@
 """finetune_ner.py: CoNLL files and tables, windows, entity scores, through the command line."""
 
+import copy
 import json
 import random
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PLACES, SUBJECTS, VERBS, losses, second_of_training
-from transformers import AutoConfig, pipeline
+from transformers import AddedToken, AutoConfig, pipeline
 
 import finetune_ner
 from roberta_recipe import durable
@@ -126,6 +127,13 @@ def test_no_word_is_lost_between_windows(request, kind, length):
     assert seen[-1][0] == 0 and seen[-1][-1] == 2
     assert windows.tags(scores) == [list(each.tags) for each in sentences]
     assert len(windows.features) > len(sentences)
+
+
+def test_an_added_token_with_the_space_behind_it_is_its_word(wordpiece):
+    tokenizer = copy.deepcopy(wordpiece)
+    tokenizer.add_tokens([AddedToken("[E1]", lstrip=True, rstrip=True)])
+    windows = ner.make_windows([ner.Sentence(("a", "[E1]", "b"), ("O", "B-PER", "O"))], NAMES, tokenizer, 16)
+    assert [words.tolist() for _, words in windows.word_index] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("name", ["t.conll", "t.txt", "t.jsonl", "t.parquet", "classes.parquet", "hub"])

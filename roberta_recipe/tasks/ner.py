@@ -128,12 +128,12 @@ def make_windows(sentences: list[Sentence], names: Sequence[str], tokenizer, max
     for number, sentence in enumerate(Bar(sentences, "Making windows", leave=False)):
         cut = {"truncation": True, "max_length": max_seq_length, "return_overflowing_tokens": True}
         encoded = encode([" ".join(sentence.words)], **cut, return_offsets_mapping=True)
-        # the word of each character; -1 for spaces, and at the end, where special tokens (0, 0) point to
+        # the word of each character; -1 for spaces, as for special tokens (0, 0); an added token may take both spaces
         word_of = np.array([n for n, word in enumerate(sentence.words) for n in [*[n] * len(word), -1]])
         wanted = np.array([numbers.get(tag, 0) for tag in sentence.tags or sentence.words])
         last = -1
         for row, offsets in enumerate(encoded["offset_mapping"]):
-            words = word_of[np.array(offsets)[:, 1] - 1]
+            words = np.array([word_of[start:end].max(initial=-1) for start, end in offsets])
             is_first = words > np.maximum.accumulate([last, *words])[:-1]
             last, labels = max(last, words.max()), np.full(len(words), IGNORED, dtype=np.int32)
             labels[is_first] = wanted[words[is_first]]
