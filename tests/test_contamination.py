@@ -160,3 +160,5 @@ def test_near_duplicates_of_training_text_are_counted_and_left_out(tmp_path, cap
         resolve(read_corpus(preset))
     with pytest.raises(InputError, match=r"leave_out=.* needs --held_out"):
         contamination.main(["--corpus", str(preset), "--leave_out", str(listed)])
+    with pytest.raises(InputError, match=r"leave_out=.* needs the whole corpus: leave --max_documents out"):
+        contamination.main(["--corpus", str(preset), "--held_out", "--leave_out", str(listed), "--max_documents", "9"])

@@ -235,6 +235,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise InputError(f"{name}={value} must be at least 1")
     if args.leave_out and not args.held_out:
         raise InputError(f"leave_out={args.leave_out} needs --held_out")
+    if args.leave_out and args.max_documents:
+        raise InputError(f"leave_out={args.leave_out} needs the whole corpus: leave --max_documents out")
     return args
 
 
