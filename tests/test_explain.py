@@ -1,5 +1,6 @@
 """tools/explain.py: model inputs of a step, reconstructed from a run's folder, equal those of training."""
 
+import itertools
 import json
 import random
 import re
@@ -128,6 +129,20 @@ def test_what_is_printed_is_the_text_that_the_model_sees(preset, tmp_path, hooke
 def bare(text):
     """Without white space, which a token at the start of a line loses."""
     return re.sub(r"\s", "", text)
+
+
+@pytest.mark.parametrize(
+    ("format", "objective", "column"),
+    [("segment_pair", "nsp", "next_sentence_labels"), ("sentence_pair", "sop", "sentence_order_labels")],
+)
+def test_labels_of_pairs_are_printed(preset, capsys, format, objective, column):
+    """A label per pair of the block, or none."""
+    argv = ["--config", preset, "--input_format", format, "--objective", "mlm", objective, "--show_blocks", "8"]
+    rows = explain.main(argv)
+    told = [told for told in capsys.readouterr().out.splitlines() if " predicted: " in told]
+    labels = [[int(label) for label in row[column] if label != IGNORED] for row in rows]
+    assert [line.partition(f"; {column} ")[2] for line in told] == [str(of or "none").strip("[]") for of in labels]
+    assert len({*itertools.chain(*labels)}) == 2
 
 
 def test_a_url_is_told_without_its_password(tokenizer):

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe import durable
 from roberta_recipe import settings as flags
 from roberta_recipe.credentials import redact
-from roberta_recipe.data import order, tokenization
+from roberta_recipe.data import NSP, SOP, order, tokenization
 from roberta_recipe.data.corpus import Corpus, hash_files, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
@@ -198,7 +198,8 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
     kept = int((predicted & (shown == ids)).sum())
     counts = f"{len(ids)} tokens, {predicted.sum()} predicted: {masked} as {tokenizer.mask_token}, "
     counts += f"{predicted.sum() - masked - kept} as another token, {kept} as they are"
-    others = "".join(f"; {name} {value}" for name, value in seen.items() if isinstance(value, int))
+    pairs = {name: seen[name][seen[name] != IGNORED].tolist() for name in (NSP, SOP) if name in seen}
+    others = "".join(f"; {name} {', '.join(map(str, of)) or 'none'}" for name, of in pairs.items())
     path = redact(corpus.files(source, "train")[1][file])
     text = textwrap.indent(_marked(ids, shown, predicted, tokenizer), "    ", lambda line: True)
     return f"{source.name}, block {index:,} of {path}, pass {block.epoch + 1}\n{counts}{others}\n{text}\n"
