@@ -113,6 +113,15 @@ def test_an_unfinished_run_is_the_same_up_to_where_it_ends(run, tmp_path, capsys
     assert code == 0 and lines[-1] == f"same: log (no hashes of weights in common) up to step 3, where {cut} ends"
 
 
+def test_a_finished_model_is_compared_with_no_checkpoint(run, tmp_path, capsys):
+    """Its weights lack the head of next-sentence prediction; the other run was killed before it ended."""
+    pairs = run("pairs", "--input_format", "segment_pair", "--objective", "mlm", "nsp")
+    killed = copy(pairs, tmp_path)
+    (killed / "run_record.json").unlink()
+    code, lines = verdict(capsys, pairs, killed)
+    assert code == 0 and lines[-1] == "same: weights and log up to step 4"
+
+
 def test_what_cannot_be_compared(run, tmp_path, capsys):
     plain = run("plain")
     with pytest.raises(InputError, match=r"holds no run \(log.jsonl or run_record.json\)$"):

@@ -32,7 +32,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "learning rate": ("learning_rate",),
     "loss (the weights before this step, or arithmetic)": ("loss",),  # and each objective's
     "gradient (arithmetic)": ("grad_norm", "skipped_steps", "loss_scale"),
-    "weights": ("weights",),
+    "weights": ("weights", "model"),  # a checkpoint's; the finished model's
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
@@ -73,7 +73,9 @@ def read_run(folder: Path) -> RunFolder:
         fingerprint, layout = state["fingerprint"], state["layout"]
     if finished:
         record = read_record(folder / RECORD_NAME, ("steps", "resolved_args"), "it cannot be compared")
-        steps.setdefault(record["steps"], {}).update(record.get("state_digests", {}))
+        renamed = {"weights": "model"}  # without heads of objectives, or of the best epoch
+        hashes = {renamed.get(name, name): of for name, of in record.get("state_digests", {}).items()}
+        steps.setdefault(record["steps"], {}).update(hashes)
         fingerprint = record.get("fingerprint", fingerprint)
     preset = load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
     return RunFolder(folder, fingerprint, preset, layout, steps, finished)
@@ -141,7 +143,7 @@ def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
         raise InputError(f"{a.folder} and {b.folder} have no logged step and no checkpoint in common")
     lines = []
     for letter, run in (("A", a), ("B", b)):
-        hashes = sum("weights" in entry for entry in run.steps.values())
+        hashes = sum(not entry.keys().isdisjoint(CAUSES["weights"]) for entry in run.steps.values())
         state = f"{counted(run.last_step, 'step')}, {'finished' if run.finished else 'not finished'}"
         lines.append(f"{letter}           {run.folder}: {state}, {hashes} with hashes of weights")
     lines += [f"setting     {name}: {_values(*values)}" for name, values in settings.items()]
@@ -158,7 +160,7 @@ def compare(a: RunFolder, b: RunFolder) -> tuple[bool, list[str]]:
     last = max(common, default=0)
     if settings:
         return False, [*lines, f"different: settings only, up to step {last:,}"]
-    what = "weights and log" if "weights" in compared else "log (no hashes of weights in common)"
+    what = "log (no hashes of weights in common)" if compared.isdisjoint(CAUSES["weights"]) else "weights and log"
     shorter = min((a, b), key=lambda run: run.last_step)
     until = "" if a.last_step == b.last_step else f", where {shorter.folder} ends"
     return True, [*lines, f"same: {what} up to step {last:,}{until}"]
