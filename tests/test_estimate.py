@@ -354,6 +354,8 @@ def test_report_says_what_does_not_fit():
     assert f"{small.tokens / (160e9 / 4.5):,.2f} epochs of 160.0 GB at 4.5 bytes a token (an assumption)" in text
     for size, fits in ((largest, True), (2 * largest, False)):
         assert dataclasses.replace(small, micro_batch=size).fits is fits
+    again = estimate.format_estimate(dataclasses.replace(small, activation_checkpointing=True))
+    assert "TFLOP/s (recomputed layers are not counted: up to a third longer)\n" in again
     huge = dataclasses.replace(small, config=preset_config("large", num_hidden_layers=500), zero=Zero(2))
     assert huge.largest_that_fits == 0 and "not even 1 sequence fits" in estimate.format_estimate(huge)
     offloaded = dataclasses.replace(small, zero=Zero(2, offload_optimizer=True))

@@ -424,6 +424,7 @@ def format_estimate(estimate: Estimate) -> str:
         advice = "not even 1 sequence fits; use a higher ZeRO stage, offload, activation_checkpointing or a larger GPU"
     verdict = f"fits in {room}" if estimate.fits else f"does not fit: more than {room}; {advice}"
     note = " (half-precision peak: fp32 takes longer)" if estimate.precision == "fp32" else ""
+    note += " (recomputed layers are not counted: up to a third longer)" * estimate.activation_checkpointing
     time = f"{estimate.days:,.2f} days" if estimate.days >= 1 else duration(86_400 * estimate.days)
     lines = [
         f"Estimate for {estimate.hardware.count}x{estimate.hardware.name}: nothing is trained\n",
