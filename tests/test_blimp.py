@@ -240,15 +240,14 @@ def test_the_command_line(model_dir, data_dir, tmp_path, capsys):
     assert "| argument_structure |" in shown and "| GPT-2 | published: Warstadt et al. 2020" in shown
     assert "134 (partial: 2 pairs a paradigm)" in shown and "2 seeds)" in shown and "Ties, which count half" in shown
     less = [*argv[:-1], "0", "--methods", "within_word", "--pairs", "1"]
-    with pytest.raises(
-        InputError, match=r"model/blimp.json has 134 pairs by pll, within_word, more than .*: name anoth"
-    ):
-        tool.main(less)
+    for fewer in (less, [*argv[:-1], "1"]):
+        with pytest.raises(InputError, match=r"134 pairs by pll, within_word, with 2 controls, more than .*: name an"):
+            tool.main(fewer)
     one = tool.main([*less, "--output_dir", str(tmp_path / "less")])
     assert list(one["scores"]) == ["within_word"] and one["pairs"] == 67 and not one["random_weights"]
     assert "| not run |" in capsys.readouterr().out
     other = ["pll" if word == "within_word" else word for word in less]
-    with pytest.raises(InputError, match=r"less/blimp.json has 67 pairs by within_word, more than this run"):
+    with pytest.raises(InputError, match=r"less/blimp.json has 67 pairs by within_word, with 0 controls, more"):
         tool.main([*other, "--output_dir", str(tmp_path / "less")])
 
 

@@ -57,17 +57,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return argparse.Namespace(**{**values, "output_dir": Path(values["output_dir"] or beside)})
 
 
-def check_output(path: Path, pairs: int, methods: list[str]) -> None:
-    """Raise `InputError` if `path` cannot be written, or has results on more pairs or methods than this run."""
+def check_output(path: Path, pairs: int, methods: list[str], controls: int) -> None:
+    """Raise `InputError` if `path` cannot be written, or has results on more pairs, methods or controls than this
+    run."""
     durable.check_output_file(path, "output_dir", "name another folder")
     try:
         before = durable.read_sealed(path)
         more = before["pairs"] > pairs or not before["scores"].keys() <= set(methods)
+        more |= len(before["random_weights"]) > controls
     except (OSError, ValueError, KeyError):  # missing or damaged
         return
     if more:
         raise InputError(
-            f"{path} has {before['pairs']:,} pairs by {', '.join(before['scores'])}, more than this run: "
+            f"{path} has {before['pairs']:,} pairs by {', '.join(before['scores'])}, with "
+            f"{counted(len(before['random_weights']), 'control')}, more than this run: "
             "name another output_dir, or move the file away"
         )
 
@@ -148,7 +151,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     pairs = blimp.read(args.data_dir, args.pairs)
     model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
-    check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods)
+    check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods, args.random_seeds)
     name = args.model_name_or_path
     logger.info(f"BLiMP       {counted(len(pairs.good), 'pair')}" + f", partial: {pairs.partial}" * bool(pairs.partial))
     own, controls = score_model(model, tokenizer, pairs, args.methods, args.bf16), []
