@@ -388,6 +388,8 @@ def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir)
     assert estimate.main([*flags, "--config_overrides", "vocab_size=800"]).config.vocab_size == 800
     continued = estimate.main([*flags, "--model_name_or_path", model_dir, "--max_seq_length", "64"])
     assert continued.config.vocab_size == 400
+    with pytest.raises(InputError, match="max_seq_length=512 is more than the 64 positions of"):  # as in training
+        estimate.main([*flags, "--model_name_or_path", model_dir])
 
 
 @pytest.mark.parametrize("here", [True, False])

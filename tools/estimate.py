@@ -369,6 +369,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         source = args.config_name or args.model_name_or_path
         raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
+    weights.check_length(args.model_name_or_path or args.config_name, args.max_seq_length, config)
     cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
     size = None if cached_tokens else corpus_bytes(pretraining.read_corpus(args))
     named = args.tokenizer_name or "vocab_size" in weights.overridden(args.config_overrides)
