@@ -195,6 +195,8 @@ def print_states(listed: ExperimentList) -> None:
 
 def costs(listed: ExperimentList, hardware: str) -> list[str]:
     """Lines with time and cost of each variant, and of all, on `hardware` (`tools/estimate.py`)."""
+    if "score" in listed.measures:
+        raise InputError(f"hardware={hardware}: costs are estimated for pretraining only; leave --hardware out")
     costs_by_name, days, dollars = [], 0.0, 0.0
     for variant in listed.variants:
         argv = [*variant.preset, *words_of(variant.flags, variant.name), "--hardware", hardware]

@@ -430,8 +430,10 @@ def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
     """Each seed may start from its own model: the row of a pretraining list with that seed."""
     flags = {"model_name_or_path": "pretrained/seed-{seed}/run"}
     rows = [{"name": "rte", "config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "flags": flags}]
-    listed = lists.read(write(rows=rows, seeds=[7, 8], measures={"score": None}))
-    row, other = listed.rows
+    path = write(rows=rows, seeds=[7, 8], measures={"score": None})
+    row, other = (listed := lists.read(path)).rows
+    with pytest.raises(InputError, match="hardware=8xH100: costs are estimated for pretraining only; leave"):
+        experiments.costs(listed, "8xH100")
     assert row.train[-4:] == ["--seeds", "7", "--output_dir", str(tmp_path / "out/rte/seed-7/run")]
     assert row.settings["task_name"] == "rte" and "seeds" not in row.settings and row.figure("score") is None
     assert "pretrained/seed-7/run" in row.train and "pretrained/seed-8/run" in other.train
