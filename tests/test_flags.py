@@ -264,6 +264,35 @@ def test_a_launcher_that_contradicts_the_preset_is_refused(preset, monkeypatch, 
         launch_checks.check(training_args)
 
 
+@pytest.mark.parametrize(
+    ("processes", "launcher", "world", "said"),
+    [
+        (
+            "1",
+            None,
+            1,
+            "1 process, 4 GPUs on a machine: accelerate launch --num_processes 4, or set CUDA_VISIBLE_DEVICES=0",
+        ),
+        ("8", "none", 8, "8 processes, 4 GPUs on a machine: accelerate launch --num_processes 4$"),
+        ("8", "none", 16, "accelerate launch --num_processes 8$"),  # two machines
+        ("8", None, 8, None),  # a GPU is visible to each process
+        ("4", "none", 8, None),
+        ("2", "none", 2, None),
+    ],
+)
+def test_each_process_has_a_gpu(preset, monkeypatch, processes, launcher, world, said):
+    """Launch files have eight processes; on fewer GPUs, accelerate gives one to two ranks."""
+    gpu = types.SimpleNamespace(bf16=False, fp16=True, device=torch.device("cuda"), dataloader_num_workers=0)
+    vars(gpu).update(world_size=world, n_gpu=4 if processes == "1" else 1, torch_compile_backend=None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    if launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+        launch_checks.check(gpu)
+
+
 # Optimizer and schedule
 
 

@@ -256,6 +256,7 @@ def test_precision_is_never_silently_another(preset, monkeypatch):
         train_mlm.main(["--config", preset, "--fp16", "true", "--bf16", "true"])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     gpu = types.SimpleNamespace(bf16=True, fp16=False, device=torch.device("cuda"), dataloader_num_workers=0)
     vars(gpu).update(world_size=1, n_gpu=1, torch_compile_backend=None)
     with pytest.raises(InputError, match="bf16=true: Tesla V100 has no bf16, only emulation: use --fp16 true"):

@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.hardware import cpu_cores, has_bf16
+from roberta_recipe.hardware import cpu_cores, has_bf16, local_processes
 from roberta_recipe.log import counted, logger
 
 # plugins of accelerate, enabled by environment variables, that `Trainer` would use silently
@@ -39,16 +39,15 @@ def check(args: TrainingArguments) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         raise InputError(f"{started} processes were started without a process group: without a GPU, add --use_cpu")
-    if args.n_gpu > 1:  # `Trainer` would split each micro-batch over them with DataParallel
-        raise InputError(
-            f"one process and {args.n_gpu} GPUs: start accelerate launch --num_processes {args.n_gpu}, or set "
-            "CUDA_VISIBLE_DEVICES=0"
-        )
+    gpus, ranks = torch.cuda.device_count(), local_processes()
+    # accelerate puts two ranks on a GPU, which NCCL refuses; `Trainer` would split micro-batches with DataParallel
+    shares = args.device.type == "cuda" and ranks > gpus and "TORCHELASTIC_RUN_ID" in os.environ
+    if shares or args.n_gpu > 1:
+        fix = f"--num_processes {gpus * args.world_size // ranks}" + ", or set CUDA_VISIBLE_DEVICES=0" * (not shares)
+        raise InputError(f"{counted(ranks, 'process')}, {counted(gpus, 'GPU')} on a machine: accelerate launch {fix}")
     if args.dataloader_num_workers > _WORKERS_PER_CORE * cpu_cores():
-        raise InputError(
-            f"dataloader_num_workers={args.dataloader_num_workers}: each is a process, and this machine has "
-            f"{counted(cpu_cores(), 'core')}; one or two per device suffice"
-        )
+        why = f"each is a process, and this machine has {counted(cpu_cores(), 'core')}; one or two per device suffice"
+        raise InputError(f"dataloader_num_workers={args.dataloader_num_workers}: {why}")
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", "bf16" if args.bf16 else "fp16" if args.fp16 else "no"):
         raise InputError(
@@ -67,10 +66,8 @@ def check_deepspeed(args: TrainingArguments) -> None:
     """Fill a launcher's DeepSpeed configuration with `DEEPSPEED_DEFAULTS`. Raise `InputError` if it contradicts `args`,
     and for `--deepspeed` (its "auto" is filled in before the batch is derived). Call it after `arguments.derive`."""
     if args.deepspeed:
-        raise InputError(
-            f"deepspeed={args.deepspeed}: use a launch file, e.g. accelerate launch --config_file "
-            "ds_configs/accelerate/zero2.yaml train_mlm.py ..."
-        )
+        command = "accelerate launch --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ..."
+        raise InputError(f"deepspeed={args.deepspeed}: use a launch file, e.g. {command}")
     if not args.deepspeed_plugin:
         return
     if not args.deepspeed_plugin.zero_stage:
