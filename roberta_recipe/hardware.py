@@ -18,8 +18,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: microseconds of CPU, o
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _HEAP_BYTES = 1 << 30  # glibc serves smaller allocations from the heap
-_PROBE_S = 2.0  # upper limit
-_PROBE_REPEATS = 12
+_PROBE_S, _PROBE_REPEATS = 2.0, 12  # upper limits
 
 
 class Machine(TypedDict):
@@ -103,9 +102,10 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means out of memory, on GPU or CPU; in oneDNN, a primitive that cannot be created."""
-    cpu = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory object")
-    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in cpu)
+    """Whether an exception means out of memory: of torch's allocators, oneDNN, CUDA, cuBLAS or NCCL."""
+    kinds = "DefaultCPUAllocator|could not create a (primitive|memory object)|CUDA error: out of memory"
+    kinds += "|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (2 )?'out of memory'|Failed to CUDA (host )?[cm]?alloc"
+    return isinstance(error, torch.OutOfMemoryError) or bool(re.search(kinds, str(error)))
 
 
 def end_with_parent(parent: int, number: int) -> None:
@@ -122,6 +122,8 @@ def lost_process(error: BaseException) -> str | None:
     NCCL and the store have exception types; gloo and `DataLoader` raise plain RuntimeErrors, the latter in a signal
     handler, so that it may be the context of another error.
     """
+    if isinstance(error, torch.distributed.DistError) and re.search("ncclInvalid|ncclUnhandledCuda", str(error)):
+        return None  # two ranks on a GPU, a CUDA error: the message ends with NCCL's reason
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         return "another process of this run is gone, or cannot be reached"
     if isinstance(error, ConnectionError | EOFError):

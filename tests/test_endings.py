@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 from conftest import Forked, same_run, train, wait_until
 from glue_runs import data_dir, flags  # noqa: F401
@@ -264,6 +265,24 @@ def test_a_worker_killed_while_it_sends_is_a_lost_worker():
         reader.recv()
     assert hardware.lost_process(caught.value) == "a data worker is gone"
     assert hardware.lost_process(EOFError()) is None
+
+
+def test_nccl_s_own_errors_are_not_called_a_lost_process():
+    """NCCL has one exception type for a lost rank, out of memory and a wrong launch; messages as torch writes them."""
+
+    def raised(kind, meaning, last):
+        where = f"NCCL error in: /pytorch/NCCLUtils.cpp:93, {kind} (run with NCCL_DEBUG=INFO for details), NCCL version"
+        return torch.distributed.DistBackendError(f"{where} 2.28.9\n{meaning}.\nLast error:\n{last}")
+
+    gone = raised("remote process exited or there was a network error", "ncclRemoteError: A call failed", "closed")
+    shared = raised("invalid usage", "ncclInvalidUsage: This usually", "Duplicate GPU detected : rank 1 and rank 0")
+    full = raised("unhandled cuda error", "ncclUnhandledCudaError: Call", "Cuda failure 2 'out of memory'")
+    calloc = raised("unhandled cuda error", "ncclUnhandledCudaError: Call", "Failed to CUDA calloc async 608 bytes")
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    device = torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+    assert [bool(hardware.lost_process(error)) for error in (gone, shared, full, calloc)] == [True, False, False, False]
+    found = [hardware.is_out_of_memory(error) for error in (gone, shared, full, calloc, cublas, device)]
+    assert found == [False, False, True, True, True, True]
 
 
 def test_what_all_processes_find_is_said_once(tmp_path, monkeypatch):
