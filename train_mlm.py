@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     announce_position(resumed_from, blocks.skipped)
     records.write_preset(resolved, training_args.output_dir)
     trainer.train(resume_from_checkpoint=resumed_from)
-    trainer.stopping.end_if_stopped("; a push to the Hub ends first" if publisher and publisher.is_pushing() else "")
+    trainer.stopping.end_if_stopped(publisher and publisher.wait)
 
     # 5. Save a plain Hugging Face checkpoint, evaluate it.
     trainer.save_model()

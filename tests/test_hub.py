@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import hub_server
 import huggingface_hub
 import pytest
 import yaml
-from conftest import run_python, train
+from conftest import forked_ranks, run_python, train
 from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -23,7 +22,7 @@ from transformers.trainer_utils import HubStrategy
 
 import finetune_glue
 import train_mlm
-from roberta_recipe import durable
+from roberta_recipe import durable, errors
 from roberta_recipe import record as records
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.errors import InputError, RunError, Stopped
@@ -287,22 +286,44 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
 
 
 def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
-    push, commit, over = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit, threading.Event()
+    push, commit = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit
 
     def preempting(*args):
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", waiting)
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
         push(*args)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def waiting(*args, **others):
-        assert over.wait(60)
+    def slow(*args, **others):
+        time.sleep(1)
         return commit(*args, **others)
 
     monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
     saving = ["--save_strategy", "steps", "--save_steps", "2"]
-    with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved .*; a push to the Hub ends first"):
+    with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved "):
         train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
-    over.set()
+    assert "Training in progress, step 2" in [message for _, _, message in server.commits]
+
+
+def test_no_rank_ends_before_the_push_of_rank_0(server, preset, tmp_path, monkeypatch):
+    """A launcher would end rank 0, which pushes, as soon as another rank has ended with an exit code."""
+    push, commit = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit
+
+    def preempting(*args):
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
+        push(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def slow(*args, **others):
+        time.sleep(errors._HEAD_START_S + 3)
+        return commit(*args, **others)
+
+    monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
+    flags = ["--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2"]
+    flags += ["--per_device_train_batch_size", "4"]
+    ranks = forked_ranks(lambda rank: train(preset, *flags), tmp_path)
+    assert ranks[1].end() == 75
+    assert "Training in progress, step 2" in [message for _, _, message in server.commits]
+    assert ranks[0].end() == 75 and "Hub         waiting for a push" in ranks[0].log
 
 
 def test_no_checkpoint_is_rotated_away_in_the_middle_of_its_push(server, preset, monkeypatch, capsys):

@@ -105,7 +105,8 @@ class Publisher:
 
     def wait(self) -> None:
         """Wait for the background uploads."""
-        if self.pending:
+        if self.is_pushing():
+            logger.info("Hub         waiting for a push")
             futures.wait([self.pending])
 
     def _start(self, folder: Path, message: str, **others: Any) -> None:

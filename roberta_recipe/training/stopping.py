@@ -134,12 +134,14 @@ class Stopping(TrainerCallback):
             kind = "loss" if not_finite else "gradient"
             raise trainer.diverged(f"the {kind} of step {trainer.state.global_step} is not finite")
 
-    def end_if_stopped(self, note: str = "") -> None:
-        """After training: raise `Stopped` if a signal stopped it, with its last step saved."""
+    def end_if_stopped(self, wait: Callable[[], None] | None = None) -> None:
+        """After training: raise `Stopped` if a signal stopped it, with its last step saved. `wait()` comes first, as a
+        launcher ends all ranks once one has ended."""
         if self.stopped_by not in (None, TIME_LIMIT):
-            state = self.trainer.state
-            step = f"step {state.global_step:,} of {state.max_steps:,}"
-            self._end(f"{step} is saved in {self.trainer.args.output_dir}{note}")
+            if wait:
+                wait()
+            state, folder = self.trainer.state, self.trainer.args.output_dir
+            self._end(f"step {state.global_step:,} of {state.max_steps:,} is saved in {folder}")
 
     def end_if_signaled(self) -> None:
         """After the end of a run: raise `Stopped` if a signal came after its last step."""
@@ -169,10 +171,8 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
     if lost := lost_process(error):
         return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
     if is_out_of_memory(error):
-        return RunError(
-            f"out of memory at step {step + 1} ({first_line(error)}): lower per_device_train_batch_size="
-            f"{trainer.args.per_device_train_batch_size}; the global batch stays as it is. {trainer.last_good}"
-        )
+        fix = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}; the global batch stays"
+        return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix} as it is. {trainer.last_good}")
     return None
 
 
