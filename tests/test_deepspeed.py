@@ -3,13 +3,16 @@
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from conftest import end_well, losses
 from safetensors.torch import load_file
 from test_sharing import SMALL
@@ -142,6 +145,23 @@ def test_launch_files_say_where_to_run_and_nothing_else():
         assert loaded.mixed_precision is None and loaded.num_processes == values["num_processes"], path
         wanted = {"deepspeed_config_file": f"ds_configs/{path.stem}.json"} if path.stem.startswith("zero") else {}
         assert values.get("deepspeed_config", {}) == wanted, path
+
+
+def test_zero_on_two_nodes_starts_all_gpus_of_each(monkeypatch, tmp_path):
+    """By the README's list of keys to copy."""
+    text = (ROOT / "ds_configs" / "README.md").read_text()
+    copied = re.findall(r"`(\w+)`", re.search(r"For several nodes with ZeRO, copy(.*?) from", text, re.DOTALL)[1])
+    folder = ROOT / "ds_configs" / "accelerate"
+    zero, nodes = (yaml.safe_load((folder / name).read_text()) for name in ("zero2.yaml", "two_nodes.yaml"))
+    zero |= {key: nodes[key] for key in copied}
+    zero["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+    (tmp_path / "nodes.yaml").write_text(yaml.safe_dump(zero))
+    launched = []
+    monkeypatch.setattr(launch, "deepspeed_launcher", launched.append)
+    flags = ["--config_file", str(tmp_path / "nodes.yaml"), "--machine_rank", "1", "--main_process_ip", "127.0.0.1"]
+    launch.launch_command(launch.launch_command_parser().parse_args([*flags, "script.py"]))
+    command, _ = prepare_deepspeed_cmd_env(*launched)
+    assert (launched[0].nnodes, launched[0].nproc_per_node, launched[0].node_rank, command) == ("2", "8", 1, None)
 
 
 def test_the_preset_sets_the_precision(preset, monkeypatch):
