@@ -39,7 +39,7 @@ demo: setup       ## a small RoBERTa from raw text in minutes; resumes a stopped
 test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
-test-slow: setup  ## the tests that `make test` skips: lists of experiments, a SLURM job, the GPU script at tiny sizes, BLiMP under ZeRO 3
+test-slow: setup  ## the tests that `make test` skips: lists of experiments, a SLURM job, a restart by torchrun, the GPU script at tiny sizes, BLiMP under ZeRO 3
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m slow
 
 lint: setup       ## ruff: checks and format

@@ -147,7 +147,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, 
 
 def test_saving_ends_when_the_time_for_the_rest_begins(tmp_path):
     work = work_in(tmp_path, seconds=2.0)
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     assert len(list(work.save_while(process, 1.5))) == 1 and 0 < work.left_s <= 1.5
     runs.kill(process)
 

@@ -158,6 +158,7 @@ def spiky(preset, tmp_path, root):
     return start
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch):
     """Two processes. With the agent's store, they would find addresses of the processes before them."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
