@@ -285,41 +285,36 @@ def test_a_push_that_fails_while_training_ends_nothing(server, preset, capsys, m
     assert [message for _, _, message in server.commits][1:] == ["Training in progress, step 2", "Trained for 3 steps"]
 
 
-def test_a_push_that_a_signal_meets_is_waited_for(server, preset, monkeypatch):
+@pytest.fixture
+def slow_push(server, monkeypatch):
+    """A function: the first push of a checkpoint takes this many seconds, and a SIGTERM comes after its start."""
     push, commit = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit
 
-    def preempting(*args):
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
-        push(*args)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def set_up(seconds):
+        def preempting(*args):
+            monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
+            push(*args)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def slow(*args, **others):
-        time.sleep(1)
-        return commit(*args, **others)
+        def slow(*args, **others):
+            time.sleep(seconds)
+            return commit(*args, **others)
 
-    monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
-    saving = ["--save_strategy", "steps", "--save_steps", "2"]
+        monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
+        return ["--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2"]
+
+    return set_up
+
+
+def test_a_push_that_a_signal_meets_is_waited_for(server, preset, slow_push):
     with pytest.raises(Stopped, match=r"by SIGTERM: step 3 of 4 is saved "):
-        train(preset, "--push_to_hub", "true", "--hub_model_id", "me/small", *saving)
+        train(preset, *slow_push(1))
     assert "Training in progress, step 2" in [message for _, _, message in server.commits]
 
 
-def test_no_rank_ends_before_the_push_of_rank_0(server, preset, tmp_path, monkeypatch):
+def test_no_rank_ends_before_the_push_of_rank_0(server, preset, tmp_path, slow_push):
     """A launcher would end rank 0, which pushes, as soon as another rank has ended with an exit code."""
-    push, commit = hub.Publisher.push_checkpoint, huggingface_hub.HfApi.create_commit
-
-    def preempting(*args):
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", slow)
-        push(*args)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def slow(*args, **others):
-        time.sleep(errors._HEAD_START_S + 3)
-        return commit(*args, **others)
-
-    monkeypatch.setattr(hub.Publisher, "push_checkpoint", preempting)
-    flags = ["--push_to_hub", "true", "--hub_model_id", "me/small", "--save_strategy", "steps", "--save_steps", "2"]
-    flags += ["--per_device_train_batch_size", "4"]
+    flags = [*slow_push(errors._HEAD_START_S + 3), "--per_device_train_batch_size", "4"]
     ranks = forked_ranks(lambda rank: train(preset, *flags), tmp_path)
     assert ranks[1].end() == 75
     assert "Training in progress, step 2" in [message for _, _, message in server.commits]
