@@ -1,9 +1,9 @@
 """The papers' comparisons as experiment lists at several scales: claims, and columns beside the figures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from test_experiments import forked  # noqa: F401
 
@@ -163,6 +163,7 @@ def test_bad_input(small, changed, argv, said):
 
 def test_on_several_gpus_a_row_is_launched_on_all(monkeypatch):
     alone = read("sop", "paper").rows[0].train
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    # in `lists` alone: the child that parses the flags would take CUDA for available
+    monkeypatch.setattr(lists, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 8)))
     launched = read("sop", "paper").rows[0].train
     assert launched == [alone[0], str(ROOT / "tools" / "launch.py"), *alone[1:]]
