@@ -35,8 +35,8 @@ def sha256(path: str | Path) -> str:
 
 
 def fingerprint(values: Any) -> str:
-    """A short hash of JSON values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    """A short hash of JSON values, and of dates."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def sync(path: str | Path) -> None:

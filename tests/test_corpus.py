@@ -1,11 +1,13 @@
 """Corpora: presets, files of every kind of source, held-out split, content hashes, mixtures, errors before training."""
 
+import dataclasses
 import itertools
 import json
 import os
 import shutil
 import types
 from collections import Counter
+from datetime import date
 
 import datasets
 import fsspec
@@ -124,10 +126,25 @@ def test_filters(tmp_path):
     rows = zip(TEXTS, languages, dates, strict=True)
     wanted = [text for text, language, date in rows if language == "en" and date < "2019-03-01"]
     assert kept == wanted and 0 < len(wanted) < 60
-    with pytest.raises(InputError, match=r"a.parquet has no column 'lang'; it has .*set filters"):
-        texts_of(files=path, filters=[["lang", "==", "en"]])
+    for wrong in (["lang", "==", "en"], ["language", "==", False]):  # `no` in YAML
+        with pytest.raises(
+            InputError, match=r"a.parquet does not fit filters=.*; it has \['text', 'language', 'date'\]$"
+        ):
+            texts_of(files=path, filters=[wrong])
     with pytest.raises(InputError, match=r"filters work on Parquet only"):
         check(write_text(tmp_path / "c.txt", TEXTS), filters=[["language", "==", "en"]])
+
+
+def test_a_filter_of_a_column_of_dates(tmp_path):
+    """YAML gives `date` for 2019-03-01 without quotes."""
+    days = [date(2019, number % 12 + 1, 15) for number in range(60)]
+    path, preset = write_parquet(tmp_path / "a.parquet", TEXTS, day=days), tmp_path / "corpus.yaml"
+    preset.write_text(f"sources: [{{name: s, files: {path}, filters: [[day, <, 2019-03-01]]}}]")
+    corpus = hash_files(resolve(read_corpus(preset)), tmp_path)
+    rows = list(reading.file_rows(corpus, corpus.sources[0], "train", str(path)))
+    assert rows[-1].number == sum(day < date(2019, 3, 1) for day in days) == 10
+    other = dataclasses.replace(corpus.sources[0], filters=[["day", "<", date(2019, 4, 1)]])
+    assert corpus_fingerprint(corpus) != corpus_fingerprint(dataclasses.replace(corpus, sources=[other]))
 
 
 def test_held_out_documents_are_no_training_documents(tmp_path):

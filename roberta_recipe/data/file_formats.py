@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roberta_recipe.errors import InputError
+from roberta_recipe.input_files import explained
 
 _PARQUET_BUFFER = 1 << 18  # bytes read at a time, as a row group may hold gigabytes
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end-of-stream marker
@@ -27,7 +28,6 @@ class BadRow(NamedTuple):
 
 
 Text = str | BadRow | None  # None: a row without a value in the text column
-
 
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {  # by suffix
     ".gz": functools.partial(pa.input_stream, compression="gzip"),
@@ -127,11 +127,11 @@ def parquet_rows(
 ) -> Iterator[Text]:
     """A column of the rows of a Parquet file that pass `filters`."""
     file = pq.ParquetFile(stream, buffer_size=_PARQUET_BUFFER)
-    if unknown := {name for name, *_ in filters or ()} - set(file.schema_arrow.names):
-        raise InputError(f"has no column {min(unknown)!r}; it has {file.schema_arrow.names} (set filters)")
     batches = file.iter_batches(256, columns=[column, *(name for name, _, _ in filters or ())])
     if filters:
         condition = pq.filters_to_expression([tuple(one) for one in filters])
+        with explained(f"does not fit filters={filters}", f"; it has {file.schema_arrow.names}"):
+            file.schema_arrow.empty_table().filter(condition)
         batches = (batch.filter(condition) for batch in batches)
     yield from _column_rows(file.schema_arrow, batches, column, start)
 
