@@ -16,7 +16,7 @@ from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from tools import explain
+from tools import explain, pack
 
 SAVING = ["--save_strategy", "steps", "--save_steps", "4", "--max_steps", "10"]
 
@@ -201,3 +201,17 @@ def test_what_cannot_be_told_is_refused(preset, tmp_path, tokenizer):
     durable.write_json(state, durable.read_json(state) | {"position": 16})
     with pytest.raises(InputError, match="step 8 ended at block 16: the run was resumed despite changes"):
         explain.main([*run, "9"])
+
+
+def test_a_cache_of_other_text_or_blocks_is_not_shown_as_those_of_a_run_that_has_not_started(preset, tmp_path):
+    cache = ["--config", str(preset), "--token_cache", str(tmp_path / "cache")]
+    pack.main([*cache, "--num_proc", "1"])
+    assert explain.main(cache)
+    other = write_parquet(tmp_path / "o.parquet", make_documents(90, 7))
+    for flag, value, said in (
+        ("--max_seq_length", "24", "max_seq_length was .*, is 24"),
+        ("--input_format", "contiguous", "input_format was 'full_sentences', is 'contiguous'"),
+        ("--train_file", other, "source train_file was"),
+    ):
+        with pytest.raises(InputError, match=rf"token_cache=.* has other settings: {said}"):
+            explain.main([*cache, flag, value])

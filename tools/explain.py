@@ -6,7 +6,7 @@
 The first uses a run's `preset.yaml`; flags override it, such as a new path to its text, tokenizer or token cache. The
 second is for a run that has not started. Blocks and masks are exactly the run's, or an error explains why they cannot
 be reproduced. With a token cache, any step is immediate; without it, text is read from the end of the run's chunk index
-up to the step. Writes nothing but that index.
+up to the step. Writes nothing but that index and hashes of files.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe import durable
 from roberta_recipe import settings as flags
 from roberta_recipe.credentials import redact
-from roberta_recipe.data import NSP, SOP, order, tokenization
+from roberta_recipe.data import NSP, SOP, order, token_cache, tokenization
 from roberta_recipe.data.corpus import Corpus, hash_files, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         raise InputError("the preset and the checkpoints have no global_batch_size: set --global_batch_size")
     corpus, tokenizer = pretraining.read_corpus(args), tokenization.load_tokenizer(args.tokenizer_name)
     corpus = resolve(corpus, args.token_cache)
-    corpus = hash_files(corpus, cache_folder=args.token_cache or folder) if folder else corpus
+    if hashes := args.token_cache or folder:
+        corpus = hash_files(corpus, cache_folder=hashes)
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
     if folder:
         data = pretraining.data_fingerprint(training_args, reader)
@@ -114,17 +115,14 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
 def build_reader(
     folder: Path | None, args: MlmArguments, training_args: MlmTrainingArguments, corpus: Corpus, tokenizer
 ) -> Reader:
-    """The run's chunk reader. Raises `InputError` for a token cache of another tokenizer."""
+    """The run's chunk reader. Raises `InputError` for a token cache of other settings."""
     seed = pretraining.data_seed(training_args)
+    reader = pretraining.text_reader(args, corpus, tokenizer, seed, folder)
     if not args.token_cache:
-        return pretraining.text_reader(args, corpus, tokenizer, seed, folder)
-    reader = pretraining.cache_reader(args, corpus, seed)
-    if reader.fingerprint()["tokenizer"] != tokenization.tokenizer_fingerprint(tokenizer):
-        raise InputError(
-            f"token_cache={args.token_cache} was packed with another tokenizer than tokenizer_name="
-            f"{args.tokenizer_name}: name the run's"
-        )
-    return reader
+        return reader
+    cache = pretraining.cache_reader(args, corpus, seed)
+    token_cache.claim(args.token_cache, reader.fingerprint())
+    return cache
 
 
 def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:
