@@ -22,8 +22,10 @@ if not __package__:  # run as a script: modules come from the repository, not fr
 import torch
 from transformers import PreTrainedConfig
 
-from roberta_recipe.data import token_cache
+from roberta_recipe import durable
+from roberta_recipe.data.chunks import Chunk, sum_counts
 from roberta_recipe.data.corpus import BYTES_PER_TOKEN, Corpus, resolve, text_bytes
+from roberta_recipe.data.token_cache import FINGERPRINT
 from roberta_recipe.data.tokenizer_training import size_for
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
@@ -354,6 +356,18 @@ def corpus_bytes(corpus: Corpus) -> float | None:
     return text_bytes(resolve(corpus)) if all(source.files for source in corpus.sources) else None
 
 
+def tokens_per_pass(folder: str | Path, corpus: Corpus) -> int | None:
+    """Training tokens of one pass over a token cache; None if it is incomplete, unreadable or of other sources."""
+    try:
+        settings = durable.read_sealed(Path(folder, FINGERPRINT))
+        files = sum(int(settings[f"source {source.name}"].split()[0]) for source in corpus.sources)
+        shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
+    except (OSError, ValueError, KeyError):  # KeyError: another source, or a cache of an earlier version
+        return None
+    tokens = sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"]
+    return tokens if len(shards) == files else None
+
+
 def read_estimate(argv: list[str]) -> Estimate:
     """The estimate for a command line, with the ZeRO stage of `--deepspeed`. Raises `InputError`."""
     argv = [*argv, "--use_cpu", "true"]  # accepts bf16 on a machine without a GPU
@@ -370,8 +384,9 @@ def read_estimate(argv: list[str]) -> Estimate:
         raise InputError(f"{source!r} is a {config.model_type!r} model; the estimate is for {', '.join(MODEL_TYPES)}")
     architectures.check_checkpointing(config, training_args)
     weights.check_length(args.model_name_or_path or args.config_name, args.max_seq_length, config)
-    cached_tokens = token_cache.tokens_per_pass(args.token_cache) if args.token_cache else None
-    size = None if cached_tokens else corpus_bytes(pretraining.read_corpus(args))
+    corpus = pretraining.read_corpus(args)
+    cached_tokens = tokens_per_pass(args.token_cache, corpus) if args.token_cache else None
+    size = None if cached_tokens else corpus_bytes(corpus)
     named = args.tokenizer_name or "vocab_size" in weights.overridden(args.config_overrides)
     if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
         config.vocab_size = len(pretraining.load_tokenizer(args))

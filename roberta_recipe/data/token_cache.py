@@ -114,15 +114,6 @@ class CachedBlocks(Sequence):
         return ends, columns["block"], columns["token"]
 
 
-def tokens_per_pass(folder: str | Path) -> int | None:
-    """Training tokens of one pass over a cache; None for an empty or unreadable one."""
-    try:
-        shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
-    except (OSError, ValueError, KeyError):  # KeyError: a cache of an earlier version, refused later
-        return None
-    return sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"] or None
-
-
 def shard_path(corpus: Corpus, file: File) -> str:
     version = f"-{file.version}" if file.version else ""
     return f"{corpus.sources[file.source].name}/{file.split}-{file.number:05d}{version}.bin"
