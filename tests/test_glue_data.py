@@ -229,7 +229,8 @@ def test_the_card_names_glues_data_only_for_glues_rows():
     assert (others["name"], others["hub_id"], others["hub_config"]) == ("stsb (other_rows)", None, None)
     mnli = glue.dataset_card("mnli", TASKS["mnli"], False)
     assert mnli["split"] == "validation_matched" and list(mnli["hub_metrics"]) == ["accuracy", "accuracy_mismatched"]
-    assert "SuperGLUE's WSC" in glue.dataset_card("wnli", TASKS["wnli"], False)["note"]
+    wnli = glue.dataset_card("wnli", TASKS["wnli"], False)  # its scores are those of WSC's validation set
+    assert (wnli["hub_id"], wnli["hub_config"]) == ("aps/super_glue", "wsc") and "SuperGLUE's WSC" in wnli["note"]
     # a preset for a new task, whatever the task's name
     for name in ("mine", "rte"):
         own = glue.dataset_card(name, glue.Task("my_task", PAIR, labels=("no", "yes")), False)

@@ -16,6 +16,7 @@ from roberta_recipe.tasks.glue_scores import GLUE_METRICS
 from roberta_recipe.tasks.summaries import name_on_split
 
 HUB_DATASET = "nyu-mll/glue"
+_HUB_DATA = {"wnli": ("aps/super_glue", "wsc")}  # id and configuration of the rows that are scored, if not GLUE's
 SWEEP_FOLDER = "sweep"  # for the paper's grid, in a task's output_dir
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1", "micro_f1": "f1"}  # the Hub's names
 _SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:g}, 1 for {:g}."
@@ -106,7 +107,7 @@ TASKS = {
     ),
     "wnli": Task(
         "WNLI", _PAIR, _PAIR, tsv_splits(635, 71, 146), labels=("0", "1"), submission={"test": "WNLI.tsv"},
-        note="trained on the schemas of SuperGLUE's WSC",
+        note="trained and validated on SuperGLUE's WSC",
     ),
 }  # fmt: skip
 # The diagnostic set: no training data, predicted by the MNLI model.
@@ -131,13 +132,13 @@ PAPER = {
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
     """The model card's dataset entry; it is GLUE's only if `task` is in `TASKS`, with the official rows."""
     known = TASKS.get(name) == task
-    official = known and not other_rows
+    hub_id, hub_config = _HUB_DATA.get(name, (HUB_DATASET, name)) if known and not other_rows else (None, None)
     first, *others = task.splits_of("validation")
     metrics = [*task.metrics, *(name_on_split(metric, split) for split in others for metric in task.metrics)]
     return {
-        "name": f"GLUE {name}" if official else f"{name} (other_rows)" if other_rows else name,
-        "hub_id": HUB_DATASET if official else None,
-        "hub_config": name if official else None,
+        "name": f"GLUE {name}" if hub_id else f"{name} (other_rows)" if other_rows else name,
+        "hub_id": hub_id,
+        "hub_config": hub_config,
         "split": first,
         "task_type": "text-classification",
         "hub_metrics": {metric: _HUB_METRICS.get(metric, metric) for metric in metrics},
