@@ -159,7 +159,11 @@ def test_test_sets_with_labels_are_measured(flags, tmp_path, data_dir, name, cap
     assert f"{name}: test" in capsys.readouterr().out
     best = Path(summary["settings"][0]["best_run"])
     record, config = (durable.read_json(best / file) for file in ("run_record.json", "best/config.json"))
-    lines = str(card.fine_tuned("me/x", config, record, summary)).splitlines()
+    shown = card.fine_tuned("me/x", config, record, summary)
+    scored = {(result.metric_type, result.dataset_split) for result in shown.data.eval_results}
+    ends = ["_matched", "_mismatched"] if name == "mnli" else [""]
+    assert scored == {("accuracy", f"validation{end}") for end in ends}
+    lines = str(shown).splitlines()
     rows = [line for line in lines if "test" in line and ", 9 examples" in line]
     assert [row.split("|")[2].strip() for row in rows] == [f"{split}, 9 examples" for split in files]
     tuned = "validation questions with a single pair, decided by a threshold tuned on these"

@@ -86,8 +86,8 @@ def fine_tuned(
     dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
     linked, own = bool(hub_id and _HUB_ID.fullmatch(hub_id)), record["resolved_args"].get("dataset_name") or ""
-    described = {"language": "en"} if linked else {}  # GLUE, SQuAD and RACE
-    described["datasets"] = [hub_id] if linked else [own] if _is_hub_id(own) else None
+    ids = [hub_id] if linked else [own] if _is_hub_id(own) else None
+    described = {"datasets": ids, **({"language": "en"} if linked else {})}  # English: GLUE, SQuAD and RACE
     return _card(
         "fine_tuned.md.jinja", repo, config, record, _task_results(summary), revision, {**described, **metadata},
         dataset=dataset, linked=linked, summary=summary,
@@ -203,9 +203,8 @@ def _passes(passes: float) -> str:
 
 def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
     """Loss and perplexity on all held-out text and on each source."""
-    metrics = record["metrics"]
-    whole = {name: metrics.get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error")}
-    whole |= {"unigram_entropy": record["unigram_entropy"], "blocks": record["metrics"]["eval_blocks"]}
+    whole = {name: record["metrics"].get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error", "blocks")}
+    whole["unigram_entropy"] = record["unigram_entropy"]
     return [
         (name, f"{of['blocks']:,}", with_error(of["loss"], of.get("loss_error")),
          perplexity_with_error(of["perplexity"], of.get("loss_error")), with_error(of["unigram_entropy"], None))
@@ -248,13 +247,14 @@ def _text_results(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalRe
 def _task_results(summary: records.Summary) -> list[EvalResult]:
     """The picked setting's medians for the model-index; a dataset that is not on the Hub is named `local/...`."""
     scores, dataset = records.picked_setting(summary), summary["dataset"]
+    others = {split.partition("_")[2]: split for split in summary["scored_examples"]}  # by the end of a metric's name
     return [
         EvalResult(
             task_type=dataset["task_type"],
             dataset_type=dataset["hub_id"] or f"local/{summary['task'].replace(' ', '_')}",
             dataset_name=dataset["name"],
             dataset_config=dataset["hub_config"],
-            dataset_split=dataset["split"],
+            dataset_split=others.get(metric.rpartition("_")[2], dataset["split"]),
             metric_type=dataset["hub_metrics"][metric],
             metric_name=f"{metric}, median of {counted(len(scores['seeds']), 'seed')}",
             metric_value=round(value, 4),

@@ -134,14 +134,15 @@ def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
     known = TASKS.get(name) == task
     hub_id, hub_config = _HUB_DATA.get(name, (HUB_DATASET, name)) if known and not other_rows else (None, None)
     first, *others = task.splits_of("validation")
-    metrics = [*task.metrics, *(name_on_split(metric, split) for split in others for metric in task.metrics)]
+    metrics = {metric: _HUB_METRICS.get(metric, metric) for metric in task.metrics}
+    on_others = {name_on_split(metric, split): metrics[metric] for split in others for metric in metrics}
     return {
         "name": f"GLUE {name}" if hub_id else f"{name} (other_rows)" if other_rows else name,
         "hub_id": hub_id,
         "hub_config": hub_config,
         "split": first,
         "task_type": "text-classification",
-        "hub_metrics": {metric: _HUB_METRICS.get(metric, metric) for metric in metrics},
+        "hub_metrics": metrics | on_others,
         "note": task.note,
         **({} if task.labels else {"loading_note": _SCALE_NOTE.format(*task.scale)}),
     }
