@@ -526,6 +526,10 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     assert result["dataset"] == {"name": "Same sense?", "type": "local/same_sense", "split": "validation"}
     assert result["metrics"] == [{"type": "cohen_kappa", "value": 0.5, "name": "kappa, median of 2 seeds"}]
     assert head["datasets"] == ["someone/sense"] and "language" not in head and "license" not in head
+    on_hub = {"dataset_name": "someone/sense", "dataset_config_name": "short"}
+    on_its_own = cards.fine_tuned("me/sense", CONFIG, record, made_up_summary() | {"resolved_args": on_hub})
+    (result,) = on_its_own.data.eval_results
+    assert (result.dataset_type, result.dataset_config) == ("someone/sense", "short")
     assert "fine-tuned on Same sense?, with labels of our own, by the protocol" in shown.text
     assert "8 x NVIDIA H200" in shown.text
     assert str(tmp_path) not in str(shown) and "base_model" not in head and "hidden" not in shown.text.split("size")[0]

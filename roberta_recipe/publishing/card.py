@@ -86,8 +86,7 @@ def fine_tuned(
     dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
     linked, own = bool(hub_id and _HUB_ID.fullmatch(hub_id)), record["resolved_args"].get("dataset_name") or ""
-    ids = [hub_id] if linked else [own] if _is_hub_id(own) else None
-    described = {"datasets": ids, **({"language": "en"} if linked else {})}  # English: GLUE, SQuAD and RACE
+    described = {"language": "en", "datasets": [hub_id]} if linked else {"datasets": [own] if _is_hub_id(own) else None}
     return _card(
         "fine_tuned.md.jinja", repo, config, record, _task_results(summary), revision, {**described, **metadata},
         dataset=dataset, linked=linked, summary=summary,
@@ -120,8 +119,7 @@ def baseline_cell(summary: records.Summary, metric: str) -> str:
 
 def device_name(hardware: Machine) -> str:
     """The GPUs of a run, or its processor and cores."""
-    cores = hardware["cpu_cores"]
-    on_cpu = f"{counted(cores, 'core')} of {hardware.get('processor') or hardware['machine']}"
+    on_cpu = f"{counted(hardware['cpu_cores'], 'core')} of {hardware.get('processor') or hardware['machine']}"
     gpus = Counter(hardware["gpus"])
     return ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in gpus.items()) or on_cpu
 
@@ -246,14 +244,16 @@ def _text_results(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalRe
 
 def _task_results(summary: records.Summary) -> list[EvalResult]:
     """The picked setting's medians for the model-index; a dataset that is not on the Hub is named `local/...`."""
-    scores, dataset = records.picked_setting(summary), summary["dataset"]
+    scores, dataset, args = records.picked_setting(summary), summary["dataset"], summary["resolved_args"]
+    own = "" if dataset["note"] else args.get("dataset_name") or ""  # the note: held out of its training rows
     others = {split.partition("_")[2]: split for split in summary["scored_examples"]}  # by the end of a metric's name
     return [
         EvalResult(
             task_type=dataset["task_type"],
-            dataset_type=dataset["hub_id"] or f"local/{summary['task'].replace(' ', '_')}",
+            dataset_type=dataset["hub_id"]
+            or (own if _is_hub_id(own) else f"local/{summary['task']}".replace(" ", "_")),
             dataset_name=dataset["name"],
-            dataset_config=dataset["hub_config"],
+            dataset_config=dataset["hub_config"] or args.get("dataset_config_name"),
             dataset_split=others.get(metric.rpartition("_")[2], dataset["split"]),
             metric_type=dataset["hub_metrics"][metric],
             metric_name=f"{metric}, median of {counted(len(scores['seeds']), 'seed')}",
