@@ -164,6 +164,7 @@ def test_test_sets_with_labels_are_measured(flags, tmp_path, data_dir, name, cap
     ends = ["_matched", "_mismatched"] if name == "mnli" else [""]
     assert scored == {("accuracy", f"validation{end}") for end in ends}
     lines = str(shown).splitlines()
+    assert "| max_steps | 6 |" in lines and not any("num_train_epochs" in line for line in lines)
     rows = [line for line in lines if "test" in line and ", 9 examples" in line]
     assert [row.split("|")[2].strip() for row in rows] == [f"{split}, 9 examples" for split in files]
     tuned = "validation questions with a single pair, decided by a threshold tuned on these"

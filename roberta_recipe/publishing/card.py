@@ -171,15 +171,15 @@ def _card(
         + (f"; commit {record['commit']}." if record["commit"] else ".")
     )
     shape = [(word, f"{config[key]:,}") for key, word in _SHAPE.items() if key in config]
-    shown = ((name, args.get(name, record.get(name))) for name in record["shown_args"])
+    unused = "num_train_epochs" if args.get("max_steps", -1) > 0 else ""
+    shown = ((name, args.get(name, record.get(name))) for name in record["shown_args"] if name != unused)
     settings = [(name, value) for name, value in shown if value not in (None, -1) and value is not False]  # 0 is shown
     return ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name(template)),
         name=name, config=config, record=record, args=args, auto_class=f"AutoModel{head}", start=start,
         source=json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else ""),
-        shape=[*shape, ("parameters", f"{record['parameters']:,}")],
         settings=settings, training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain,
-        table=markdown_table, **facts,
+        shape=[*shape, ("parameters", f"{record['parameters']:,}")], table=markdown_table, **facts,
     )  # fmt: skip
 
 
