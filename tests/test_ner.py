@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PLACES, SUBJECTS, VERBS, losses, second_of_training
-from transformers import AddedToken, AutoConfig, pipeline
+from transformers import AddedToken, AutoConfig, TokenClassificationPipeline, pipeline
 
 import finetune_ner
 from roberta_recipe import durable
@@ -297,6 +297,11 @@ def test_random_tags_are_scored_as_by_seqeval():
         assert ner.scores(gold, found, scheme) == pytest.approx(
             {**expected, "accuracy": metrics.accuracy_score(gold, found)}
         )
+
+
+def test_pipeline_takes_the_end_of_an_iobes_entity_for_an_entity():
+    """As docs/fine_tuning.md says: with aggregation, it names such entities word by word."""
+    assert TokenClassificationPipeline.get_tag(None, "E-LOC") == ("I", "E-LOC")
 
 
 @pytest.mark.parametrize(
