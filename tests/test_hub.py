@@ -401,7 +401,7 @@ def test_a_run_keeps_its_repository_after_a_restart(server, preset, tmp_path):
     assert files["LICENSE"] == b"MIT" and files["README.md"] and "model.safetensors" in files
 
 
-def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
+def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path, monkeypatch):
     folder = tmp_path / "RTE"
     folder.mkdir()
     answers = ("not_entailment", "entailment")
@@ -436,6 +436,13 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path):
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
     assert head["pipeline_tag"] == "text-classification"
     assert weights.content_hash(model_dir) == durable.read_sealed(best / "run_record.json")["fingerprint"]["weights"]
+    monkeypatch.chdir(Path(model_dir).parent)
+    relative = [*argv, "--model_name_or_path", f"../{tmp_path.name}/model", "--push_to_hub", "false", "--seeds", "1"]
+    finetune_glue.main([*relative, "--output_dir", "relative"])
+    published = hub.prepare("me/rte", Path("relative"))
+    for name in ("preset.yaml", "run_record.json", "summary.json"):
+        named = re.findall(r'model_name_or_path"?: (.*)', (published / name).read_text())
+        assert {words.strip('",') for words in named} == {"model"}, name
     (tmp_path / "rte" / "run_record.json").write_text("{}")
     with pytest.raises(InputError, match=r"output_dir=.*rte is the folder of another run: it has run_record"):
         finetune_glue.main(argv)

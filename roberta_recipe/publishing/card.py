@@ -124,7 +124,7 @@ def device_name(hardware: Machine) -> str:
     return ", ".join(f"{count} x {gpu}" if count > 1 else gpu for gpu, count in gpus.items()) or on_cpu
 
 
-def _starts_from_hub(record: records.RunRecord) -> bool:
+def starts_from_hub(record: records.RunRecord) -> bool:
     """Whether a run started from a Hub model. Fine-tuning records the Hub's commit hash, or a shorter one of a local
     folder; continued pretraining records the name of a Hub model, or the absolute path of a folder."""
     weights = record["fingerprint"].get("weights")
@@ -152,7 +152,7 @@ def _card(
     args, name = record["resolved_args"], repo.split("/")[-1]
     head = "For" + config["architectures"][0].rpartition("For")[2]  # RoFormerForMaskedLM
     start = args.get("model_name_or_path")
-    if start and _starts_from_hub(record):
+    if start and starts_from_hub(record):
         metadata = {"base_model": None if args.get("random_weights") else start, **metadata}
     elif start:
         start = Path(start).name  # without local paths
