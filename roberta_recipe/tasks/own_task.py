@@ -183,7 +183,7 @@ def _delimited(path: str, text: str, **dialect: Any) -> Rows:
                 raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
             rows.append(row)
     except csv.Error as error:
-        raise InputError(f"{path}, row {len(rows) + 1}: {error} (a quote in a quoted field is doubled)") from None
+        raise InputError(f"{path}, row {len(rows) + 1}: {error} (a quote inside quotes is written twice)") from None
     return rows
 
 
