@@ -36,7 +36,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 demo: setup       ## a small RoBERTa from raw text in minutes; resumes a stopped one; `make clean` removes it
 	$(LAUNCH) train_mlm.py
 
-test: setup       ## the whole suite, CPU, offline: eight to twelve minutes on two cores
+test: setup       ## the whole suite, CPU, offline: eight to thirteen minutes on two cores
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
 test-slow: setup  ## the tests that `make test` skips: lists of experiments, a SLURM job, a restart by torchrun, the GPU script at tiny sizes, BLiMP under ZeRO 3
