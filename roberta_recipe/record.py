@@ -282,13 +282,13 @@ def finite(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-def portable(value: Any, name: str = "") -> Any:
-    """`value`, the value of the flag or field `name`, with file names in place of local paths, for publishing."""
+def portable(value: Any, name: str = "", local: tuple[str, ...] = ()) -> Any:
+    """`value`, of the flag or field `name`, with file names in place of local paths; `local`: further names."""
     if isinstance(value, dict):
-        return {key: portable(item, key) for key, item in value.items()}
+        return {key: portable(item, key, local) for key, item in value.items()}
     if isinstance(value, list):
-        return [portable(item, name) for item in value]
-    is_path = isinstance(value, str) and "://" not in value and (name in _LOCAL or os.path.isabs(value))
+        return [portable(item, name, local) for item in value]
+    is_path = isinstance(value, str) and "://" not in value and (name in (*_LOCAL, *local) or os.path.isabs(value))
     return Path(value).name if is_path else value
 
 

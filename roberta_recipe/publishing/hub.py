@@ -267,10 +267,10 @@ def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: A
     local folders, the card for `repo` as README.md. `results`: folders of models fine-tuned from it, for the card."""
     model, run_folder, record, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
-    record, summary, summaries = records.portable([record, summary, [_summary_of(path, model) for path in results]])
-    is_local = "task" in record and not card.starts_from_hub(record)  # by a path, which may look like a Hub id
-    for args in [record["fingerprint"], *(part["resolved_args"] for part in (record, summary) if part)] * is_local:
-        args["model_name_or_path"] = Path(args["model_name_or_path"]).name
+    summaries = [_summary_of(path, model) for path in results]
+    # a fine-tuning's start by a relative path looks like a Hub id
+    local = ("model_name_or_path",) if "task" in record and not card.starts_from_hub(record) else ()
+    record, summary, summaries = records.portable([record, summary, summaries], local=local)
     scored = None
     if "task" in record:
         readme = card.fine_tuned(repo, config, record, summary, **metadata)

@@ -64,10 +64,8 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     sentences = [[*zip(*rows, strict=True)] for rows in sentences if rows]
     first = [words[words[0] == "#" :] for words, *others in sentences if others]  # GermEval's comments
     if first and all(re.fullmatch(r"\d+([-.]\d+)?", word) for words in first for word in words):  # 2-3, 8.1: CoNLL-U
-        tags = 4 if width == 10 else 3  # CoNLL-U's parts of speech
-        raise InputError(
-            f"{path}: column 1 is a counter: keep words and tags, grep -Ev '^(#|[0-9]+[-.])' FILE | cut -f2,{tags}"
-        )
+        command = f"grep -Ev '^(#|[0-9]+[-.])' FILE | cut -f2,{4 if width == 10 else 3}"  # CoNLL-U's parts of speech
+        raise InputError(f"{path}: column 1 is a counter: keep words and tags, {command}")
     rows = [(list(words), list(others[-1]) if others else None) for words, *others in sentences]
     return [dict(zip((text_column, label_column), row, strict=True)) for row in rows]
 

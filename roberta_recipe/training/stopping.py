@@ -171,8 +171,9 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
     if lost := lost_process(error):
         return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
     if is_out_of_memory(error):
-        fix = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size}; the global batch stays"
-        return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix} as it is. {trainer.last_good}")
+        size = trainer.args.per_device_train_batch_size
+        fix = f"lower per_device_train_batch_size={size}; the global batch stays as it is"
+        return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix}. {trainer.last_good}")
     return None
 
 
