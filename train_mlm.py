@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     metrics, by_source = trainer.last_metrics(), trainer.evaluate_sources(corpus, validation)
 
     # 6. Run record, loss curve, results on the screen.
-    counts, passes = stream.consumed(reader, min(trainer.position, args.max_train_samples or trainer.position))
+    counts, passes = stream.consumed(reader, trainer.position, args.max_train_samples)
     record: records.PretrainingRecord = records.run_record(
         trainer,
         metrics,

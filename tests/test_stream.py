@@ -36,6 +36,7 @@ from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import (
     TrainBlocks,
     blocks_at,
+    blocks_of_pass,
     consumed,
     count_table,
     validation_blocks,
@@ -319,6 +320,16 @@ def test_the_first_blocks_only_again_and_again(one_source, tokenizer, limit):
     first = {name for name, *_ in blocks_of(reader_of(one_source, tokenizer), 0, size)}
     assert all({*order} == first for order in orders) and orders[0] != orders[1] != orders[2]
     assert [*map(facts, itertools.islice(limited(13), 7))] == blocks[13:20]
+
+
+def test_passes_over_repeated_blocks(one_source, tokenizer):
+    reader = reader_of(one_source, tokenizer)
+    for positions, read, passes in ((25, 10, 2.5), (3, 3, 0.3)):
+        assert consumed(reader, positions, limit=10) == (consumed(reader, read)[0], {"s": passes})
+    consumed(reader, 1000)  # reads more than one pass
+    once = blocks_of_pass(reader)
+    assert 10 < once < 1000
+    assert consumed(reader, 3 * once, limit=10**5) == (consumed(reader, once)[0], {"s": 3})
 
 
 def test_blocks_of_a_source_that_ends_among_the_first_are_counted_once(tmp_path, tokenizer, caplog):

@@ -149,11 +149,14 @@ def count_table(reader: Reader, split: str) -> dict[str, dict[str, int]]:
     return {source.name: _pass_counts(reader, n, split)[0] for n, source in enumerate(reader.corpus.sources)}
 
 
-def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+def consumed(
+    reader: Reader, positions: int, limit: int | None = None
+) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
     """(counts, passes) by source over the chunks of the first `positions` blocks. `passes` is an exact float or, if the
-    length of the last pass is unknown, an int: the number of complete passes."""
-    counts, passes = {}, {}
-    for number, left in enumerate(order.blocks_by_source(reader.corpus.shares, positions)):
+    length of the last pass is unknown, an int: the number of complete passes. With `limit`, the first `limit` blocks
+    (at most one pass) repeat: they are counted once, and `passes` are over them."""
+    counts, passes, repeated = {}, {}, min(blocks_of_pass(reader) or limit, limit) if limit else sys.maxsize
+    for number, left in enumerate(order.blocks_by_source(reader.corpus.shares, min(positions, repeated))):
         chunks, read, epoch = [], 0, 0
         while left > 0:
             before = left
@@ -167,7 +170,7 @@ def consumed(reader: Reader, positions: int) -> tuple[dict[str, dict[str, int]],
             read += min(before / pass_counts["blocks"], 1) if complete else 0
             epoch += 1
         name = reader.corpus.sources[number].name
-        counts[name], passes[name] = sum_counts(chunks), round(read, 4)
+        counts[name], passes[name] = sum_counts(chunks), round(positions / repeated if limit else read, 4)
     return counts, passes
 
 
