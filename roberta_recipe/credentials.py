@@ -35,9 +35,7 @@ def holds_secret(value: Any) -> bool:
     return bool(in_url or _HUB_TOKEN.search(value))
 
 
-class Redact(logging.Filter):
+def redact_record(record: logging.LogRecord) -> bool:
     """Logging filter that redacts secrets."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = redact(record.getMessage()), None
-        return True
+    record.msg, record.args = redact(record.getMessage()), None
+    return True

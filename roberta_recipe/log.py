@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from roberta_recipe.credentials import Redact
+from roberta_recipe.credentials import redact_record
 
 logger = logging.getLogger("recipe")
 LOG_INTERVAL_S = 30.0  # between two log lines of a progress bar without a terminal
@@ -26,8 +26,7 @@ def set_up_logging() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     for name in (None, "transformers", "datasets", "huggingface_hub"):  # these libraries have their own handlers
         for handler in logging.getLogger(name).handlers:
-            if not any(isinstance(each, Redact) for each in handler.filters):
-                handler.addFilter(Redact())
+            handler.addFilter(redact_record)  # once, however often it is added
     # imported by accelerate if it is installed, DeepSpeed warns on every machine without a GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
