@@ -542,7 +542,7 @@ def plot_curves(ledger: Ledger, path: str | Path) -> None:
             if controls:
                 right.axhline(100 * statistics.fmean(controls), color=color, linestyle="--", linewidth=0.8)
         tokens, scores = _over_tokens(record, points)
-        right.plot(tokens, plots.times_100(scores), **style | {"markersize": 6})
+        right.plot(tokens, 100 * scores, **style | {"markersize": 6})
     for figures in YARDSTICKS:
         right.axhline(figures.score, color="grey", linestyle=":", linewidth=0.8)
         right.annotate(figures.name, (0.01, figures.score), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
@@ -555,11 +555,11 @@ def plot_curves(ledger: Ledger, path: str | Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[list[float], list[float]]:
+def _over_tokens(record: PretrainingRecord, points: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
     """A curve over steps as (million tokens seen, values)."""
     logged = plots.columns([[0, 0], *record["tokens_at_steps"], [record["steps"], record["tokens_seen"]]])
     steps, values = plots.columns(points)
-    return [tokens / 1e6 for tokens in np.interp(steps, *logged)], values
+    return np.interp(steps, *logged) / 1e6, values
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Plots of loss and metrics over steps, from run records."""
 
-import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from roberta_recipe.record import FinetuneRecord, PretrainingRecord
 
@@ -26,7 +27,7 @@ def plot_loss(record: PretrainingRecord, path: str | Path) -> None:
     if points := record.get("blimp_at_steps"):
         right = axes.twinx()
         steps, scores = columns(points)
-        right.plot(steps, times_100(scores), color="tab:green", marker="s", markersize=3)
+        right.plot(steps, 100 * scores, color="tab:green", marker="s", markersize=3)
         right.set_ylabel("BLiMP, mean over paradigms (%)")
         axes.set_zorder(1)  # draw the legend above both axes
         axes.patch.set_visible(False)
@@ -47,7 +48,7 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
         label = f"seed {args['seed']}, lr {args['learning_rate']:g}, batch {args['global_batch_size']}"
         left.plot(*columns(losses), linewidth=1, alpha=0.8, **_markers(losses))
         steps, scores = columns(record["score_at_steps"])
-        right.plot(steps, times_100(scores), marker="o", markersize=3, label=label)
+        right.plot(steps, 100 * scores, marker="o", markersize=3, label=label)
     for axes, title in ((left, "training loss"), (right, f"validation {metric} x 100")):
         axes.set(xlabel="optimizer step", ylabel=title)
         axes.grid(alpha=0.3)
@@ -56,16 +57,11 @@ def plot_runs(records: list[FinetuneRecord], metric: str, path: str | Path) -> N
     figure.savefig(path, dpi=120)
 
 
-def times_100(scores: list[float | None]) -> list[float]:
-    """Scores in per cent; nan for None."""
-    return [math.nan if score is None else 100 * score for score in scores]
-
-
 def _markers(points: list[list[float]]) -> dict[str, Any]:
     """Point markers for a short curve: a line of one point is invisible."""
     return {"marker": "o", "markersize": 3} if len(points) <= 20 else {}
 
 
-def columns(points: list[list[float]]) -> tuple[list[float], list[float]]:
-    """The steps and the values of a curve."""
-    return [point[0] for point in points], [point[1] for point in points]
+def columns(points: list[list[float | None]]) -> np.ndarray:
+    """(2, points): the steps and the values of a curve, nan for None."""
+    return np.array(points, dtype=float).reshape(-1, 2).T
