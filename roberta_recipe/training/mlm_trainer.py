@@ -11,6 +11,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -231,8 +232,8 @@ class MlmTrainer(DurableTrainer):
         """Metrics by source; empty for a single source. `validation`: the blocks of `eval_dataset`, unmasked."""
         by_source: dict[str, SourceMetrics] = {}
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
-            indices = [index for index, block in enumerate(validation) if order.place_of(block.id)[0] == number]
-            masked = [self.eval_dataset[index] for index in indices]
+            is_own = [order.place_of(block.id)[0] == number for block in validation]
+            blocks, masked = (list(itertools.compress(rows, is_own)) for rows in (validation, self.eval_dataset))
             if not masking.predicts(masked):
                 continue
             prefix = f"eval_{source.name}"
@@ -240,11 +241,9 @@ class MlmTrainer(DurableTrainer):
             by_source[source.name] = {
                 **{name: metrics[f"{prefix}_{name}"] for name in ("loss", "perplexity", "bits", "documents")},
                 "loss_error": metrics.get(f"{prefix}_loss_error"),
-                "unigram_entropy": masking.unigram_entropy(
-                    [validation[index] for index in indices], self.processing_class
-                ),
-                "blocks": len(indices),
-                "tokens": sum(len(validation[index]["input_ids"]) for index in indices),
+                "unigram_entropy": masking.unigram_entropy(blocks, self.processing_class),
+                "blocks": len(blocks),
+                "tokens": sum(len(block["input_ids"]) for block in blocks),
             }
         return by_source
 
