@@ -65,18 +65,18 @@ class GlueArguments(own_task.OwnTaskArguments):
     task_name: str | None = setting(None, f"One of {', '.join(TASKS)}, or a name for your own task.", "fixed")
     data_dir: str | None = setting(None, "Folder of GLUE's TSV files; default: nyu-mll/glue on the Hub.", "content")
     other_rows: bool = setting(False, "Accept data with row counts other than GLUE's.", "free", shown=True)
-    sweep: bool = setting(False, "Table 10's grid: 3 learning rates x 2 batches, 10 epochs, all seeds.", "free")
+    sweep: bool = setting(False, "Run Table 10's grid: 3 learning rates x 2 batches, 10 epochs, all seeds.", "free")
     predict_with: Literal["best", "ensemble"] = setting(
         "best", "With do_predict: the best run on validation, or averaged probabilities of all seeds.", "free"
     )
     qnli_form: Literal["classification", "ranking"] = setting(
-        "classification", "QNLI: by pair (paper: validation), or ranked by question (test).", "fixed", shown="qnli"
+        "classification", "QNLI: classify pairs (paper: validation), or rank by question (test).", "fixed", shown="qnli"
     )
     wsc_dir: str | None = setting(None, "WNLI: folder of SuperGLUE's WSC (train.jsonl, ...).", "content")
     wsc_loss: Literal["margin", "cross_entropy"] = setting(
         "cross_entropy", "WNLI: the paper's margin loss, or cross-entropy (better in fairseq).", "fixed", shown="wnli"
     )
-    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy's parser, a package or a folder.", "fixed")
+    spacy_model: str = setting("en_core_web_lg", "WNLI: spaCy model for noun phrases, a package or a folder.", "fixed")
 
     def __post_init__(self):
         if self.table and not self.task_name:

@@ -46,9 +46,9 @@ class NerArguments(own_task.OwnFileArguments):
     _argument_group_name = "token classification"
     alternatives: ClassVar[Pairs] = (("train_file", "dataset_name"),)
 
-    train_file: str | None = setting(None, "CoNLL, JSON lines or Parquet.", "content")
-    text_column: str = setting("tokens", "JSON lines, Parquet, Hub: the list of words.", "content")
-    label_column: str = setting("ner_tags", "The list of their tags: names, or classes of the Hub.", "content")
+    train_file: str | None = setting(None, "Training file: CoNLL, JSON lines or Parquet.", "content")
+    text_column: str = setting("tokens", "Column with a list of words, in tables and on the Hub.", "content")
+    label_column: str = setting("ner_tags", "Column with a list of their tags: names, or a ClassLabel.", "content")
 
 
 def main(argv: list[str] | None = None) -> Summary:

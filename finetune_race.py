@@ -51,7 +51,7 @@ class RaceArguments(protocol.FinetuneArguments):
     max_option_length: int = setting(
         128, "Tokens of a question with an option; longer ones are truncated.", "fixed", shown=True
     )
-    without_article: bool = setting(False, "Ablation without the article.", "fixed", shown=True)
+    without_article: bool = setting(False, "Ablation: leave the article out.", "fixed", shown=True)
     max_train_samples: int | None = setting(None, "Number of training questions, evenly spaced.", "fixed", shown=True)
 
 

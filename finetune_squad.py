@@ -50,13 +50,13 @@ class SquadArguments(protocol.FinetuneArguments):
     _argument_group_name = "SQuAD"
 
     version_2_with_negative: bool = setting(False, "SQuAD 2.0: questions may have no answer.", "fixed")
-    dataset_name: str | None = setting(None, "squad, or squad_v2 for 2.0: as on the Hub.", "start")
+    dataset_name: str | None = setting(None, "Hub dataset: squad, or squad_v2 for 2.0; default: by version.", "start")
     data_dir: str | None = setting(None, "Folder of train-v1.1.json, ... (or v2.0); default: the Hub.", "content")
     train_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     validation_file: str | None = setting(None, "A file in SQuAD's JSON format, in place of data_dir.", "content")
     doc_stride: int = setting(128, "Overlap of neighbouring windows of a long context, in tokens.", "fixed", shown=True)
     max_query_length: int = setting(64, "Tokens of a question; longer ones are truncated.", "fixed", shown=True)
-    passage_first: bool = setting(False, "<s> context </s></s> question </s>.", "fixed", shown=True)
+    passage_first: bool = setting(False, "Context first: <s> context </s></s> question </s>.", "fixed", shown=True)
     no_answer: Literal["classifier", "null_score"] = setting(
         "classifier",
         "2.0: the paper's binary classifier, trained jointly, or BERT's null span, its threshold tuned on validation.",

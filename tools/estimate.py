@@ -337,7 +337,7 @@ class EstimateArguments:
 
     hardware: str = setting("H200", "GPUs, such as 1024xV100-32GB.", "start")
     utilisation: float = setting(DEFAULT_UTILISATION, "Achieved share of the GPUs' peak FLOP/s.", "start")
-    gpu_hour_price: float | None = setting(None, "USD; default: a list price of the GPU.", "start")
+    gpu_hour_price: float | None = setting(None, "USD per GPU hour; default: the price in tools/devices.py.", "start")
 
 
 def main(argv: list[str] | None = None) -> Estimate:

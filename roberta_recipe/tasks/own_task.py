@@ -38,9 +38,9 @@ class OwnFileArguments(FinetuneArguments):
 
     _argument_group_name = "your files"
 
-    train_file: str | None = setting(None, "JSON lines, Parquet, CSV, TSV (no quotes).", "content")
-    validation_file: str | None = setting(None, "Default: a tenth of the training rows is held out.", "content")
-    test_file: str | None = setting(None, "With do_predict: the file to predict.", "content")
+    train_file: str | None = setting(None, "Training file: JSON lines, Parquet, CSV, or TSV without quotes.", "content")
+    validation_file: str | None = setting(None, "Validation file; default: a tenth of the training rows.", "content")
+    test_file: str | None = setting(None, "File to predict, with do_predict.", "content")
     dataset_name: str | None = setting(None, "A dataset on the Hub, in place of train_file.", "content")
     dataset_config_name: str | None = setting(None, "Configuration of dataset_name.", "content")
 
@@ -51,9 +51,9 @@ class OwnTaskArguments(OwnFileArguments):
 
     _argument_group_name = "a task on your tables"
 
-    text_column: str | None = setting(None, "Default: sentence1, sentence2; text, text_pair; text; sentence", "content")
-    text_pair_column: str | None = setting(None, "The second text of a pair.", "content")
-    label_column: str = setting("label", "Labels, or lists of them; a decimal point makes a regression.", "content")
+    text_column: str | None = setting(None, "Default: sentence1 + sentence2, text (+ text_pair), sentence.", "content")
+    text_pair_column: str | None = setting(None, "Column of the second text of a pair.", "content")
+    label_column: str = setting("label", "Labels, or lists of labels; decimal points mean a regression.", "content")
 
 
 def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:

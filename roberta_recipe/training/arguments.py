@@ -282,8 +282,8 @@ class BlockArguments:
     )
     masking_unit: MaskingUnit = setting(
         "token",
-        "Tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; or half spaCy's named entities or "
-        "noun phrases, the other half words.",
+        "Unit of masking: tokens, whole words, SpanBERT's spans or ALBERT's n-grams of whole words; entity and "
+        "noun_phrase: half are phrases found by spaCy, half are words.",
         "fixed",
         shown=True,
     )
