@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with processes.first_process_first(training_args):  # the other ranks use its docstrings and hashes
+    with processes.first_process_first(training_args):  # the others reuse its docstrings and hashes
         corpus = pretraining.resolve_corpus(args)
         announce_preset(argv, corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)

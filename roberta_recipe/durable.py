@@ -136,8 +136,8 @@ def unsealed(values: Any) -> dict[str, Any]:
 
 
 def seal(folder: Path) -> None:
-    """fsync the files of a finished folder, then write their sizes and SHA-256 into its manifest, and its mode to them:
-    safetensors 0.8 creates files with mode 0600, whatever the umask (safetensors#782)."""
+    """fsync the files of a finished folder, write their sizes and SHA-256 into its manifest, and give them the mode of
+    the manifest: safetensors 0.8 creates files with mode 0600, whatever the umask (safetensors#782)."""
     paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
     for path in (*paths, folder, folder.parent):
         sync(path)

@@ -20,7 +20,6 @@ _HEAD_START_S = 3.0  # head start of rank 0 to print an error, after which the l
 # messages of tokenizers (Rust; a plain Exception) and of torch's writers (a RuntimeError, perhaps without a reason)
 _DISK_FULL_MESSAGES = "No space left|quota exceeded|File too large|iostream error|PytorchStreamWriter|inline_container"
 
-
 # library modules that read flags when training starts -> the flags
 _FLAGS_OF_MODULE = {
     **dict.fromkeys(("transformers.integrations.integration_utils", "mlflow.", "trackio.", "wandb."), "report_to"),
@@ -73,8 +72,8 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def library_errors(is_start: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Context that re-raises a library's exception for a bad flag (in a module of `_FLAGS_OF_MODULE`, if `is_start()`)
-    as `InputError`. Errors of this package, of data, of models and likely bugs (`TypeError`) keep their traceback."""
+    """Context that re-raises a library's exception for a bad flag (raised in a module of `_FLAGS_OF_MODULE` while
+    `is_start()`) as `InputError`. Errors of this package, data and models, and likely bugs, keep their traceback."""
     try:
         yield
     except Exception as error:
@@ -110,7 +109,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by a launcher when another rank failed too
         if (described := _describe(error)) is None:
             raise
-    # after the except clause, which holds the frames of `main`: they are freed, so data workers end first
+    # after the except clause, which keeps the frames of `main` alive: once they are freed, data workers end
     message, code = described
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if os.environ.get("RANK", "0") != "0":  # an error on all ranks is printed once

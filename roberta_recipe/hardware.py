@@ -14,7 +14,7 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: microseconds of CPU, of a period
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: quota and period in microseconds
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _HEAP_BYTES = 1 << 30  # glibc serves smaller allocations from the heap
@@ -63,7 +63,7 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):  # 0 with use_cpu
         return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
 
 def keep_freed_memory() -> bool:

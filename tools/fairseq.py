@@ -78,7 +78,7 @@ _BODY_SETTINGS = {
     "ffn_blocks_to_remove": -1,
 }
 _HEAD_SETTINGS = {"pooler_activation_fn": "tanh", "spectral_norm_classification_head": False}
-# equivalent functions; of two fairseq names, the last is current
+# fairseq's name -> Hugging Face's; of two names for one function, the last is fairseq's current one
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_new",
@@ -97,7 +97,7 @@ settings = OmegaConf.to_container(found['cfg'], resolve=True, enum_to_str=True)
 torch.save({{'model': found['model'], 'cfg': {{'model': settings['model']}}}}, '{plain}')
 \""""
 MNLI_LABELS = ("contradiction", "neutral", "entailment")  # fairseq's order: examples/roberta/README.md
-_SPECIAL = tokenization.LEADING_TOKENS  # 0 to 3 in both
+_SPECIAL = tokenization.LEADING_TOKENS  # ids 0 to 3 in both libraries
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -87,7 +87,7 @@ class Corpus:
     name: str
     sources: list[Source]
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the documents, chosen by a hash of their text
-    language: str = "en"  # ISO 639-1, of sentence splitter (`deu` would get the rules of `en`) and model card
+    language: str = "en"  # ISO 639-1, for sentence splitter (`deu` would get the rules of `en`) and model card
     # validation documents to exclude: a file written by `tools/contamination.py --held_out --leave_out FILE`
     leave_out: str | None = None
     on_bad_shard: Literal["stop", "skip"] = "stop"  # for rows that cannot be read and files that break off
@@ -182,7 +182,7 @@ def _locate(source: Source) -> Files:
     if source.files:
         return _list_files(source.name, source.files)
     where = f"source {source.name!r}: dataset {source.dataset!r} (config {source.config!r}, {source.revision!r})"
-    # a new cache, as a cached table, which has no list of files, would be taken instead
+    # in an empty cache folder, as `datasets` would else open a cached table, which lists no files
     with explained(f"{where} cannot be opened"), tempfile.TemporaryDirectory() as new:
         builder = datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision, cache_dir=new)
     splits = builder.config.data_files or {}
@@ -356,7 +356,7 @@ def corpus_fingerprint(corpus: Corpus) -> dict[str, Any]:
     if corpus.excluded:
         contents["leave_out"] = durable.fingerprint(sorted(corpus.excluded))
     if any(format == "text" for format, _ in corpus.resolved.values()):
-        contents["text_files"] = "a line of blanks separates documents"  # earlier versions: part of the text
+        contents["text_files"] = "a line of blanks separates documents"  # in earlier versions, it was part of the text
     return {**contents, "validation_share": corpus.validation_share, "language": corpus.language}
 
 

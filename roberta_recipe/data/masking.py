@@ -52,7 +52,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._is_special = np.zeros(len(self.tokenizer), dtype=bool)
         self._is_special[self.tokenizer.all_special_ids] = True
         self._replacements = np.flatnonzero(~self._is_special)
-        self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # slow properties
+        self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # read once: slow properties
         self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting the state is 5 times as fast as a new generator

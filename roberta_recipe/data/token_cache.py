@@ -88,7 +88,7 @@ class CachedBlocks(Sequence):
 
     def __getitem__(self, index: int) -> Columns:
         try:
-            if os.stat(self._path).st_size != self._metadata["bytes"]:  # reading a truncated map would be a SIGBUS
+            if os.stat(self._path).st_size != self._metadata["bytes"]:  # else the memory map raises SIGBUS
                 raise ValueError("its size has changed")
             ends, block_columns, token_columns = self.opened
         except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     if not named:
         if not is_pluggable:
             return "eager"
-        # the fastest of `benchmarks/attention.py` at 64 to 512 tokens; sdpa or eager where at most 1/7 slower
+        # the fastest in benchmarks/attention.py at 64 to 512 tokens; sdpa or eager if at most 1/7 slower than that
         if args.device.type != "cpu" or args.torch_compile:
             return "sdpa"
         if dropout:

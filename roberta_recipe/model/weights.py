@@ -19,7 +19,7 @@ from roberta_recipe.log import listed
 from roberta_recipe.model import albert
 
 MODEL_ARGUMENT = "model_name_or_path"
-# positions as RoBERTa's
+# further model types with positions from the padding id + 1 on
 _OFFSET = ["camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet", "xmod"]
 
 
@@ -88,7 +88,7 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
     """Raise `InputError` if the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
     config = config or read_config(name)
     longest = max_positions(config)
-    if longest and max_seq_length > longest and getattr(config, "position_biased_input", True):  # DeBERTa-v3: relative
+    if longest and max_seq_length > longest and getattr(config, "position_biased_input", True):  # not in DeBERTa-v3
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
             f"{longest}, or another max_position_embeddings where the weights are fresh"

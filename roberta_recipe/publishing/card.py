@@ -245,7 +245,7 @@ def _text_results(name: str, shown: str, metrics: dict[str, Any]) -> list[EvalRe
 def _task_results(summary: records.Summary) -> list[EvalResult]:
     """The picked setting's medians for the model-index; a dataset that is not on the Hub is named `local/...`."""
     scores, dataset, args = records.picked_setting(summary), summary["dataset"], summary["resolved_args"]
-    own = "" if dataset["note"] else args.get("dataset_name") or ""  # the note: held out of its training rows
+    own = "" if dataset["note"] else args.get("dataset_name") or ""  # a note: scored on held-out training rows
     others = {split.partition("_")[2]: split for split in summary["scored_examples"]}  # by the end of a metric's name
     return [
         EvalResult(

@@ -257,7 +257,7 @@ def find_model(folder: Path) -> tuple[Path, Path, records.RunRecord, records.Sum
         raise InputError(f"{model} is damaged and not pushed: {damage}. Copy it again, or run it again")
     needed = ("resolved_args", "shown_args", "fingerprint", "state_digests")
     record = records.read_record(run_folder / records.RECORD_NAME, needed, _OTHER_VERSION)
-    if record["state_digests"]["weights"] != hash_of_weights(model):  # killed between the two
+    if record["state_digests"]["weights"] != hash_of_weights(model):  # killed before it wrote the record
         raise InputError(f"{model} has newer weights than its {records.RECORD_NAME}: finish its run first")
     return model, run_folder, record, summary
 

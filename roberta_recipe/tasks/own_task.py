@@ -25,7 +25,7 @@ _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("senten
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
 
-# flag -> it has an effect only with one of these
+# flag -> it has no effect without one of these flags
 GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
 GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
 

@@ -163,7 +163,7 @@ def locate(
     offsets: np.ndarray, text: str, start: int, forward: np.ndarray, backward: np.ndarray
 ) -> tuple[int, int] | None:
     """First and last token of the shortest run that covers an answer; None if the window does not contain all of it."""
-    start, end = (min(at, len(forward) - 1) for at in (start, start + len(text)))  # misplaced ones of validation
+    start, end = (min(at, len(forward) - 1) for at in (start, start + len(text)))  # misplaced ones may lie beyond
     start, end = forward[start], backward[end]
     tokens = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(tokens):  # only spaces

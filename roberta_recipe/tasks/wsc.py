@@ -28,7 +28,7 @@ from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, masked_lm_class
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
 _JOINS_RIGHT = {"(", "[", "“"}
 _PRONOUN_EDGES = '.,;:!?"“”'
-_NEAR = (0, 1, -1, 2, -2)  # word offsets: in SuperGLUE's validation set, a pronoun is a word after its index
+_NEAR = (0, 1, -1, 2, -2)  # word offsets to try: an index of SuperGLUE's validation set is one too low
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _FLAGS: dict[tuple, str] = {
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
         torch_compile torch_compile_backend torch_compile_mode full_determinism deepspeed ddp_find_unused_parameters
         ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend""",
-    # data loading, logging, saving, evaluation (the last lines: `_DONE_HERE`; those of fine-tuning)
+    # data loading, logging, saving, evaluation; at the end the flags of `_DONE_HERE`, then those of fine-tuning alone
     ("free",): """output_dir torch_empty_cache_steps ddp_timeout dataloader_num_workers dataloader_pin_memory
         dataloader_prefetch_factor dataloader_persistent_workers length_column_name logging_strategy logging_steps
         logging_first_step log_on_each_node log_level log_level_replica disable_tqdm report_to run_name project

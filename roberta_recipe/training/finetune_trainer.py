@@ -97,7 +97,7 @@ class Epochs(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if weights.counts_from_padding(model.config):  # Trainer sets the tokenizer's, which a loaded model would use
+        if weights.counts_from_padding(model.config):  # Trainer sets the tokenizer's id, and positions depend on it
             model.config.pad_token_id = model.get_input_embeddings().padding_idx
 
     def on_epoch_begin(self, args, state, control, **kwargs):

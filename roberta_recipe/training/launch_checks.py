@@ -16,9 +16,9 @@ _REFUSED_PLUGINS = {
     "MEGATRON_LM": "Megatron-LM, which has its own loss and batch",
     "PARALLELISM_CONFIG": "a parallelism_config, whose processes share examples",
 }
-_WORKERS_PER_CORE = 16  # at most
+_WORKERS_PER_CORE = 16  # limit
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as in accelerate
-# for keys that a DeepSpeed configuration lacks; DeepSpeed's defaults clip at 1.0, and sum in half precision
+# values of missing keys, as DeepSpeed's own defaults clip gradients at 1.0, and sum them in half precision
 DEEPSPEED_DEFAULTS = {
     "gradient_clipping": "auto",
     "data_types": {"grad_accum_dtype": "fp32"},
