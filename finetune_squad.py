@@ -155,7 +155,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
     if args.dataset_name and (has_files or args.dataset_name.removeprefix("rajpurkar/") != on_hub):
         raise InputError(
             f"dataset_name={args.dataset_name} must be {on_hub} here (version_2_with_negative: squad_v2), without "
-            "data_dir, train_file and validation_file; other data: those two, in SQuAD's JSON format"
+            "data_dir, train_file and validation_file; other data: name the two files, in SQuAD's JSON format"
         )
     if args.data_dir and (args.train_file or args.validation_file):
         raise InputError(f"data_dir={args.data_dir} and train_file or validation_file exclude each other")

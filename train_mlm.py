@@ -276,7 +276,7 @@ def announce_run(
         f"Model       {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size:,}\n"
         f"Corpus      {corpora.in_words(reader.corpus)}\n"
         f"Validation  {counted(len(validation), 'block')}, {sum(len(block['input_ids']) for block in validation):,} "
-        f"tokens, unigram entropy {entropy:.3f} nats (a loss that stays there has learnt frequencies only){by_token}\n"
+        f"tokens, unigram entropy {entropy:.3f} nats (a model that stays there has learnt frequencies only){by_token}\n"
         f"Output      {training_args.output_dir}"
     )
 

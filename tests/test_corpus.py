@@ -86,7 +86,7 @@ def test_a_dataset_folder_is_read_by_config_and_split(tmp_path):
     assert texts_of(**source, split="test") == TEXTS[20:]
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.csv").write_text("text\nOne.\n")
-    with pytest.raises(InputError, match=r"is csv; convert it to one of text, json"):
+    with pytest.raises(InputError, match=r"is csv data; convert it to one of text, json"):
         texts_of(dataset=str(tmp_path / "tables"))
     with pytest.raises(InputError, match=r"has no split 'dev'; it has \['test', 'train'\]"):
         texts_of(**source, split="dev")

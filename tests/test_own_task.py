@@ -122,7 +122,7 @@ def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tm
     words = argv("my.csv", CSV, "--text_column", "review", "--label_column", "stars")
     del words[(at := words.index("--max_seq_length")) : at + 2]
     finetune_glue.main(words)
-    assert capfd.readouterr().err.count("Length      64, all positions of ") == 1
+    assert capfd.readouterr().err.count("Length      64, the maximum of ") == 1
     assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
 
 

@@ -189,7 +189,7 @@ def configured(old, new):
     ("change", "message"),
     [
         (without_a_layer, r"has no weights for roberta.encoder.layer.1.\S+ and 15 others"),
-        (with_a_nan, rf"{LAYER} not finite"),
+        (with_a_nan, f"has NaN or infinity in {LAYER}: it is damaged"),
         (as_a_pickle, r"no weights to load at .*no file named model.safetensors"),
         (
             configured('layers": 2', 'layers": 1'),

@@ -189,7 +189,7 @@ def _locate(source: Source) -> Files:
     if source.split not in splits:
         raise InputError(f"{where} has no split {source.split!r}; it has {sorted(splits)}")
     if builder.name not in READERS:
-        raise InputError(f"{where} is {builder.name}; convert it to one of {', '.join(READERS)}, and use `files:`")
+        raise InputError(f"{where} is {builder.name} data; convert it to one of {', '.join(READERS)}, and use `files:`")
     return builder.name, sorted(splits[source.split])
 
 

@@ -151,7 +151,7 @@ def load(
         transformers_logging.set_verbosity(verbosity)
     _check_names(model, info, where, fresh_head, advice)
     if bad := [key for key, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]:
-        raise InputError(f"{where}: {listed(sorted(bad), 1)} not finite: the file is damaged, or its training diverged")
+        raise InputError(f"{where} has NaN or infinity in {listed(sorted(bad), 1)}: it is damaged or has diverged")
     return model, info
 
 

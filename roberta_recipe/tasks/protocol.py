@@ -70,7 +70,7 @@ def read_arguments(cls: type, argv: list[str], default: str, description: str) -
     with contextlib.suppress(InputError):  # of a missing model: `check_arguments` raises it
         longest = weights.max_positions(weights.read_config(args.model_name_or_path))
         if longest and longest < args.max_seq_length and "max_seq_length" not in names_in(argv):
-            log_once(f"Length      {longest}, all positions of {args.model_name_or_path}, not {args.max_seq_length}")
+            log_once(f"Length      {longest}, the maximum of {args.model_name_or_path}, not {args.max_seq_length}")
             args = replace(args, max_seq_length=longest)
     return (args, training_args), {**resolved, "max_seq_length": args.max_seq_length, "bf16": training_args.bf16}
 
@@ -109,7 +109,7 @@ def check_arguments(
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if training_args.publishes and args.keep == "none":
-        raise InputError("keep=none leaves no weights to push: with push_to_hub, keep=best")
+        raise InputError("keep=none leaves no weights to push: with push_to_hub, use --keep best")
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
     weights.check_length(args.model_name_or_path, args.max_seq_length)
