@@ -111,7 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def end_with_parent(parent: int, number: int) -> None:
     """On Linux, send this process the signal `number` when its parent dies, or at once if it is dead already."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before the line above: no signal will come
             os.kill(os.getpid(), number)
 

@@ -107,8 +107,8 @@ class _Donors:
         return self._numbers != [number]
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
-        """B from another document than `number`: at most `most` sentences, from a random one on that fits. With None,
-        preferably where at least `room` tokens are left, so that B's length does not give the label away."""
+        """B from a document other than `number`: at most `most` sentences, beginning with a random one that fits. With
+        None, preferably where at least `room` tokens are left, so that B's length does not give the label away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

@@ -29,7 +29,7 @@ def set_up_process() -> None:
     clear_device_cache(garbage_collection=True)  # an earlier run's trainer has reference cycles
     keep_freed_memory()
     git_commit()  # cached now: the checkout may change during training
-    if launcher_pid() and not user_set_omp_threads():
+    if parent and not user_set_omp_threads():
         torch.set_num_threads(max(1, cpu_cores() // local_processes()))
 
 
