@@ -186,7 +186,7 @@ def train_missing_tokenizer(
     is_unused = own and stored.is_file() and not checkpoint.all_folders(training_args.output_dir)
     if is_unused and (changed := durable.differences(read_input_json(stored), text)):
         changes = "; ".join(changed.values())
-        raise InputError(f"{folder} is of other text ({changes}): move it away, or name another output_dir")
+        raise InputError(f"{folder} was trained on other text ({changes}): move it away, or name another output_dir")
     if folder.exists() or not (own or pretraining.is_demonstration(argv)):
         return
     durable.make_folder(folder.parent, "tokenizer_name")

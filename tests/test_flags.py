@@ -128,7 +128,7 @@ def test_flags_of_stock_command_lines_that_are_so_already_are_taken(monkeypatch)
         assert not (taken.load_best_model_at_end or taken.enable_jit_checkpoint or taken.dataloader_drop_last)
         assert taken.include_num_input_tokens_seen == "no" and taken.dataloader_persistent_workers == bool(words)
         assert fixed_values(taken)["label_smoothing_factor"] == 0.1 and fixed_values(taken)["data_seed"] == 7
-    with pytest.raises(InputError, match=r"label_smoothing_factor=0.1 .* is for losses of classification"):
+    with pytest.raises(InputError, match=r"label_smoothing_factor=0.1 .* is for classification only"):
         check("finetune_squad", arguments("finetune_squad", ["--label_smoothing_factor", "0.1"]))
 
 

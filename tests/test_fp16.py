@@ -199,7 +199,7 @@ def test_overflow_under_deepspeed(train, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(accelerate.Accelerator, "backward", at_the_floor)
-        with pytest.raises(RunError, match=r"with the loss scale at its floor, after step 0: train in bf16"):
+        with pytest.raises(RunError, match=r"with the loss scale at its minimum, after step 0: train in bf16"):
             train(Overflow())
     monkeypatch.setattr(accelerate.Accelerator, "optimizer_step_was_skipped", property(lambda self: True))
     with pytest.raises(RunError, match=r"the gradient of step 1 is not finite \(blocks 0 to 7\)"):

@@ -156,7 +156,7 @@ def test_a_tokenizer_that_an_earlier_start_trained_on_other_text_is_refused(text
     for _ in range(2):
         with pytest.raises(RunError):
             train_mlm.main([*argv, texts])
-    with pytest.raises(InputError, match=r"run/tokenizer is of other text \(source train_file"):
+    with pytest.raises(InputError, match=r"run/tokenizer was trained on other text \(source train_file"):
         train_mlm.main([*argv, other])
     (tmp_path / "run" / "checkpoint-4").mkdir()  # with one, --resume_despite_changes may change the text
     with pytest.raises(RunError):

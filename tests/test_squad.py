@@ -457,7 +457,7 @@ def test_the_preset_follows_the_version():
 def test_models_and_tokenizers_whose_first_token_cannot_stand_for_no_answer(tokenizer):
     for config in (BartConfig(), Qwen2Config()):
         with pytest.raises(
-            InputError, match=f"which attends to no other in a '{config.model_type}' model: --no_answer null_score"
+            InputError, match=f"which attends to no other in a '{config.model_type}' model: use --no_answer null_score"
         ):
             answerability.joint_class(config)
     bare = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), pad_token="<pad>")

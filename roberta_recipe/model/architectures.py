@@ -56,6 +56,6 @@ def check_checkpointing(config: PreTrainedConfig, args: TrainingArguments) -> No
     stock = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
     if args.gradient_checkpointing and not getattr(stock, "supports_gradient_checkpointing", True):
         raise InputError(
-            f"activation_checkpointing=true: transformers' {config.model_type!r} models have none; lower "
+            f"activation_checkpointing=true: transformers' {config.model_type!r} models do not support it; lower "
             f"per_device_train_batch_size={args.per_device_train_batch_size} instead (the global batch stays)"
         )

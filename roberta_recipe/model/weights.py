@@ -90,8 +90,8 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
     longest = max_positions(config)
     if longest and max_seq_length > longest and getattr(config, "position_biased_input", True):  # not in DeBERTa-v3
         raise InputError(
-            f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: --max_seq_length "
-            f"{longest}, or another max_position_embeddings where the weights are fresh"
+            f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: use "
+            f"--max_seq_length {longest} or, for fresh weights, another max_position_embeddings"
         )
 
 

@@ -52,7 +52,7 @@ def joint_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if config.is_encoder_decoder or (is_decoder and getattr(config, "attn_type", "uni") == "uni"):  # XLNet's is "bi"
         raise InputError(
             f"no_answer=classifier reads the first token, which attends to no other in a {config.model_type!r} model: "
-            "--no_answer null_score"
+            "use --no_answer null_score"
         )
     stock = auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING[kind]
     return type(stock.__name__, (WithAnswerability, stock), {})

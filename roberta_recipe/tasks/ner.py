@@ -91,7 +91,7 @@ def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: 
     if is_test and len(first) < 2:
         return [Sentence(sentence.words, ()) for sentence in sentences]
     if all(re.fullmatch(r"-?\d+", tag) for tag in first):
-        raise InputError(f"{where}: tags are numbers: write their names, or Parquet with their names (ClassLabel)")
+        raise InputError(f"{where}: tags are numbers: write their names, or Parquet with a ClassLabel")
     odd = sorted((tag for tag in first if not ENTITY_TAG.match(tag)), key=first.get)
     if odd and {*first} - {*odd, "O"}:
         said = f"{odd[0]!r} is not an entity tag, the others are: write B-PER, I-PER or O"

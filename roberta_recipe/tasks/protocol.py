@@ -89,7 +89,7 @@ def check_arguments(
     decay = args.layer_decay
     if decay != 1 and (not 0 < decay < 1 or training_args.optim in optimizers.custom_names()):
         raise InputError(
-            f"layer_decay={decay} must be above 0 and at most 1; below 1, with Trainer's own optimizers, not "
+            f"layer_decay={decay} must be above 0 and at most 1; below 1, it works with Trainer's own optimizers, not "
             f"{training_args.optim}"
         )
     micro_batch, size = training_args.per_device_train_batch_size, args.global_batch_size
@@ -105,7 +105,7 @@ def check_arguments(
             "validation picks the best epoch; leave both out"
         )
     if (share := training_args.label_smoothing_factor) and not (classifies and share < 1):
-        raise InputError(f"label_smoothing_factor={share} must be below 1, and is for losses of classification")
+        raise InputError(f"label_smoothing_factor={share} must be below 1, and is for classification only")
     if training_args.eval_strategy == "no":
         raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if training_args.publishes and args.keep == "none":

@@ -122,7 +122,7 @@ class RecipeTrainingArguments(TrainingArguments):
         vars(self).update(_DONE_HERE)
         self.logging_first_step &= self.logging_strategy != "no"
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            raise InputError(f"lr_scheduler_type={self.lr_scheduler_type.value} follows evaluations; use linear, ...")
+            raise InputError(f"lr_scheduler_type={self.lr_scheduler_type.value} needs evaluations; use linear, ...")
         if self.save_strategy == "best":
             raise InputError("save_strategy=best: use steps, epoch or no; the scripts decide which weights are kept")
         if self.per_device_eval_batch_size < 1:

@@ -387,8 +387,8 @@ def skipped_blocks(
     position, named = resumed.get("position", 0), order.read_ranges(args.skip_blocks or [])
     if consumed := [part for part in named if part.start < position and order.union([*before, part]) != before]:
         raise InputError(
-            f"skip_blocks: the checkpoint, at block {position:,}, was trained on {order.in_words(consumed)}: move the "
-            "checkpoints away that were written after them"
+            f"skip_blocks: the checkpoint, at block {position:,}, was trained on {order.in_words(consumed)}: move "
+            "away the checkpoints that were written after these blocks"
         )
     # if the data have changed, the positions of spikes are different blocks
     since_spikes = [] if resumed.get("data_changed") else stopping.read_skipped(training_args.output_dir)

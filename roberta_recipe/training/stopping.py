@@ -163,7 +163,7 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
     step = trainer.state.global_step
     if "loss scale already at minimum" in str(error):  # DeepSpeed's, a plain Exception
         return trainer.diverged(
-            f"fp16 gradients overflowed with the loss scale at its floor, after step {step}: train in bf16 (--bf16 "
+            f"fp16 gradients overflowed with the loss scale at its minimum, after step {step}: train in bf16 (--bf16 "
             "true --fp16 false)"
         )
     if "Expected to have finished reduction" in str(error):  # DDP's
