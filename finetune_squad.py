@@ -258,11 +258,9 @@ def span_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
     answer has its first token as label (BERT)."""
     wanted = [batch.pop("start_positions"), batch.pop("end_positions")]
     batch.pop("labels")
-    output = model(**batch)
-    logits = masked_logits(output, batch)
-    return sum(
-        torch.nn.functional.cross_entropy(logits[..., n], wanted[n], reduction="sum") for n in (0, 1)
-    ) / 2, logits
+    logits = masked_logits(model(**batch), batch)
+    losses = [torch.nn.functional.cross_entropy(logits[..., n], wanted[n], reduction="sum") for n in (0, 1)]
+    return sum(losses) / 2, logits
 
 
 def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,6 @@ def load_from_hub(name: str, *config: str, split: str | None, instead: str) -> A
     names a local alternative (`instead`)."""
     import datasets  # slow, and not needed for local files
 
-    with explained(
-        f"cannot load {', '.join([name, *config, split or 'all splits'])} from the Hub", f"; give {instead}"
-    ):
+    what = ", ".join([name, *config, split or "all splits"])
+    with explained(f"cannot load {what} from the Hub", f"; give {instead}"):
         return datasets.load_dataset(name, *config, split=split)
