@@ -172,9 +172,8 @@ def summarise_tests(
     """Median and spread on labelled test splits, over the runs with stored scores; `splits`: numbers of examples;
     `measure`: `Job.measure`. Raises `InputError` if no run has scores."""
     scored = [run for run in runs if read_test_scores(run, test_hash)] or runs
-    stored = all_test_scores(scored, test_hash)
     metrics: dict[str, dict[int, dict[str, float]]] = {split: {} for split in splits}
-    for run, scores in zip(scored, stored, strict=True):
+    for run, scores in zip(scored, all_test_scores(scored, test_hash), strict=True):
         on_validation = validation_scores(run.output_dir)
         for split in splits:
             metrics[split][run.seed] = measure(split, scores[split], on_validation)

@@ -131,7 +131,7 @@ def build_features(
     schema: Schema,
     candidates: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
+    max_length: int = 512,
     encode: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, Any]:
     """The text with the query, then with each candidate, masked, in the pronoun's position.
@@ -139,16 +139,15 @@ def build_features(
     `input_ids` and `targets` have a list per phrase: `targets` has the phrase's ids at the masks, else -100. `label` is
     1, 0, or -100 if unknown. The whole text is encoded at once, so that a phrase's first token includes its space.
     `encode`: a `text_tokenizer`, made once for many schemas. Raises `InputError` for a text of more than `max_length`
-    tokens (by default the tokenizer's maximum), and for a phrase without tokens.
+    tokens, and for a phrase without tokens.
     """
     if tokenizer.mask_token_id is None:
         raise InputError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token, which WNLI needs; name another")
-    max_length = max_length or tokenizer.model_max_length
     inputs, targets, encode = [], [], encode or tokenization.text_tokenizer(tokenizer)
     for phrase in (schema.query, *candidates):
         text = schema.text[: schema.start] + phrase + schema.text[schema.end :]
         encoding = encode(text, return_offsets_mapping=True, verbose=False)
-        ids = encoding["input_ids"]
+        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         if len(ids) > max_length:
             raise InputError(
                 f"{schema.where}: {len(ids)} tokens with phrase {phrase!r}, more than {max_length}; shorten the text"
@@ -156,9 +155,7 @@ def build_features(
         start, end = schema.start, schema.start + len(phrase)
         # byte-level offsets exclude a token's space: a space token is (start, start) and part of the phrase; a special
         # token is (0, 0)
-        inside = [
-            first < end and (last > start or first == last == start > 0) for first, last in encoding["offset_mapping"]
-        ]
+        inside = [first < end and (last > start or first == last == start > 0) for first, last in offsets]
         if not any(inside):
             raise InputError(f"{schema.where}: the tokenizer has no tokens for the phrase {phrase!r}; leave it out")
         inputs.append([tokenizer.mask_token_id if hit else token for token, hit in zip(ids, inside, strict=True)])
