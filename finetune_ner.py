@@ -126,8 +126,8 @@ def read_data(args: NerArguments, do_predict: bool) -> tuple[dict[str, list[ner.
     if not data["validation"]:
         raise InputError(f"{tables['train'][0]} has too few sentences to hold out a tenth: name a validation_file")
     if len(tags := {tag for sentence in data["train"] for tag in sentence.tags}) < 2:
-        said = "tags are in the last column of CoNLL files, in tables in --label_column"
-        raise InputError(f"{tables['train'][0]}: all words of the training set have the tag {min(tags)!r}; {said}")
+        hint = "tags are in the last column of CoNLL files, in tables in --label_column"
+        raise InputError(f"{tables['train'][0]}: all words of the training set have the tag {min(tags)!r}; {hint}")
     return data | {"train": data["train"][: args.max_train_samples]}, note
 
 

@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunFolder:
     if finished:
         record = read_record(folder / RECORD_NAME, ("steps", "resolved_args"), "it cannot be compared")
         renamed = {"weights": "model"}  # without heads of objectives, or of the best epoch
-        hashes = {renamed.get(name, name): of for name, of in record.get("state_digests", {}).items()}
+        hashes = {renamed.get(name, name): value for name, value in record.get("state_digests", {}).items()}
         steps.setdefault(record["steps"], {}).update(hashes)
         fingerprint = record.get("fingerprint", fingerprint)
     preset = load_yaml((folder / PRESET_NAME).resolve()) if (folder / PRESET_NAME).is_file() else {}
@@ -119,9 +119,9 @@ def first_difference(a: RunFolder, b: RunFolder) -> tuple[int, list[tuple[str, s
         if any(cause == mean for cause, *_ in found):
             before = [[at for at, entry in run.steps.items() if at < step and "loss" in entry] for run in (a, b)]
             same_window = len({max(steps, default=0) for steps in before}) == 1
-            found = [of for of in found if same_window or of[0] != mean]
+            found = [entry for entry in found if same_window or entry[0] != mean]
         if found:
-            return step, sorted(found, key=lambda of: order.index(of[0]))
+            return step, sorted(found, key=lambda entry: order.index(entry[0]))
     return None
 
 

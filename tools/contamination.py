@@ -50,7 +50,7 @@ _EXAMPLES = 3  # per set
 class Text:
     """A text of an evaluation set, and its n-grams in the corpus."""
 
-    of: str  # the set's name
+    set_name: str
     id: str
     words: list[str]
     found: dict[str, set[int]] = field(default_factory=dict)  # source -> positions of n-grams
@@ -116,7 +116,7 @@ def count_by_set(texts: Iterable[Text], length: int, sources: list[str]) -> dict
     source), and the worst examples."""
     sets: dict[str, list[Text]] = {}
     for text in texts:
-        sets.setdefault(text.of, []).append(text)
+        sets.setdefault(text.set_name, []).append(text)
     counts = {}
     for name, members in sets.items():
         long_enough = [text for text in members if len(text.words) >= length]
@@ -204,7 +204,7 @@ def held_out_texts(corpus: Corpus) -> Iterator[Text]:
 
 def near_duplicates(texts: list[Text], length: int) -> list[str]:
     """Ids of the held-out documents with most of their n-grams in the training text."""
-    return sorted(text.id for text in texts if text.of.startswith(HELD_OUT) and text.share(length) >= MOSTLY)
+    return sorted(text.id for text in texts if text.set_name.startswith(HELD_OUT) and text.share(length) >= MOSTLY)
 
 
 def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> dict[str, int]:
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     result = {"corpus": corpus.name, "ngram": args.ngram, "documents": counts, "sets": summary}
     if args.held_out:
         result["near_duplicates"] = near_duplicates(texts, args.ngram)
-        count = sum(text.of.startswith(HELD_OUT) for text in texts)
+        count = sum(text.set_name.startswith(HELD_OUT) for text in texts)
         found = len(result["near_duplicates"])
         print(f"\n{found:,} of {count:,} held-out documents are near-duplicates of training text")
     if args.leave_out:

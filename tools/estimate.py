@@ -218,7 +218,7 @@ def memory_per_gpu(
     predicted = math.ceil(tokens * mlm_probability)
     rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
     # several heads: logits, layers and hidden states of each
-    layers = [len(of.layers(config.hidden_size, width)) for of in objectives.named(objective).values()]
+    layers = [len(entry.layers(config.hidden_size, width)) for entry in objectives.named(objective).values()]
     heads = sum(map(bool, layers))
     logits = element * config.vocab_size * (heads + 1)
     loss = predicted * (logits + head * config.hidden_size * sum(layers)) + rows * config.vocab_size

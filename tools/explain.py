@@ -197,7 +197,7 @@ def describe(block: Block, collator: MlmCollator, corpus: Corpus) -> str:
     counts = f"{len(ids)} tokens, {predicted.sum()} predicted: {masked} as {tokenizer.mask_token}, "
     counts += f"{predicted.sum() - masked - kept} as another token, {kept} as they are"
     pairs = {name: seen[name][seen[name] != IGNORED].tolist() for name in (NSP, SOP) if name in seen}
-    others = "".join(f"; {name} {', '.join(map(str, of)) or 'none'}" for name, of in pairs.items())
+    others = "".join(f"; {name} {', '.join(map(str, classes)) or 'none'}" for name, classes in pairs.items())
     path = redact(corpus.files(source, "train")[1][file])
     text = textwrap.indent(_marked(ids, shown, predicted, tokenizer), "    ", lambda line: True)
     return f"{source.name}, block {index:,} of {path}, pass {block.epoch + 1}\n{counts}{others}\n{text}\n"

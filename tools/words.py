@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         f"({figures['words']:,} words of {counted(figures['documents'], 'document')}, "
         f"{figures['pieces_per_word']:.2f} pieces a word)"
     )
-    others = (f"{name} {of['bits_per_word']:.2f}" for name, of in figures["readings"].items())
+    others = (f"{name} {metrics['bits_per_word']:.2f}" for name, metrics in figures["readings"].items())
     print(f"bits a word by reading of the windows: {', '.join(others)}; the lower counts")
     for key, reason in (("joined_words", "joined with other text"), ("unknown_words", tokenizer.unk_token)):
         if figures[key]:

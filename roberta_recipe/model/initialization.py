@@ -34,7 +34,7 @@ def factors(text: str | None) -> dict[str, float]:
     except ValueError:
         valid = False
     if not valid:
-        ways = (",".join([way, *(f"{key}={value:g}" for key, value in of.items())]) for way, of in _DEFAULTS.items())
+        ways = (",".join([way, *(f"{key}={value:g}" for key, value in own.items())]) for way, own in _DEFAULTS.items())
         message = "use normal or mimetic, with factors from 0 on (value_output may be negative)"
         raise InputError(f"initialization={text}: {message}: {' or '.join(ways)}")
     return {**defaults, **given}

@@ -52,7 +52,7 @@ def load_with_head(
 def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int, str]) -> str:
     """Reinitialize the whole head if its size or its `labels`' order differs (as in fairseq); returns a log text."""
     replaced, reason = {key.partition(".")[0] for key, *_ in info["mismatched_keys"]}, "has another size"
-    before, now = ([str(of[number]).lower() for number in sorted(of)] for of in (labels, model.config.id2label))
+    before, now = ([str(names[id]).lower() for id in sorted(names)] for names in (labels, model.config.id2label))
     if not replaced and not info["missing_keys"] and before != now and sorted(before) == sorted(now):
         replaced = {key.partition(".")[0] for key, _ in model.named_parameters()} - {model.base_model_prefix}
         reason = f"has its labels in another order: {', '.join(labels.values())}"

@@ -204,9 +204,9 @@ def _text_rows(record: records.PretrainingRecord) -> list[tuple[str, ...]]:
     whole = {name: record["metrics"].get(f"eval_{name}") for name in ("loss", "perplexity", "loss_error", "blocks")}
     whole["unigram_entropy"] = record["unigram_entropy"]
     return [
-        (name, f"{of['blocks']:,}", with_error(of["loss"], of.get("loss_error")),
-         perplexity_with_error(of["perplexity"], of.get("loss_error")), with_error(of["unigram_entropy"], None))
-        for name, of in {"all held-out text": whole, **record["metrics_by_source"]}.items()
+        (name, f"{row['blocks']:,}", with_error(row["loss"], row.get("loss_error")),
+         perplexity_with_error(row["perplexity"], row.get("loss_error")), with_error(row["unigram_entropy"], None))
+        for name, row in {"all held-out text": whole, **record["metrics_by_source"]}.items()
     ]  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def _score_rows(summaries: list[records.Summary]) -> list[tuple[Any, ...]]:
     for summary in summaries:
         dataset, metric, tests = summary["dataset"], summary["metric"], summary.get("tests", {})
         scored = [(scored_on(summary), records.picked_setting(summary), baseline_cell(summary, metric))]
-        scored += [(f"{split}, {counted(of['examples'], 'example')}", of, "") for split, of in tests.items()]
+        scored += [(f"{split}, {counted(test['examples'], 'example')}", test, "") for split, test in tests.items()]
         for where, scores, baseline in scored:
             medians = {name: value for name, value in scores["medians"].items() if name in dataset["hub_metrics"]}
             shown = ", ".join(f"{name} {records.percent(value)}" for name, value in medians.items())

@@ -82,8 +82,8 @@ def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: 
             raise InputError(f"{at}: {text_column} has {odd[0]!r}, not a word: correct it, or {name} --text_column")
         is_list = isinstance(tags, list) and all(map(own_task.is_label, tags))
         if has_tags and not (is_list and len(tags) == len(words)):
-            said = f"not {len(words)} tags" + "; a test set has them in all rows or in none" * is_test
-            raise InputError(f"{at}: {label_column} is {tags!r}, {said}: add them, or {name} --label_column")
+            fault = f"not {len(words)} tags" + "; a test set has them in all rows or in none" * is_test
+            raise InputError(f"{at}: {label_column} is {tags!r}, {fault}: add them, or {name} --label_column")
         tags = [re.sub("^[LU]-", lambda start: "ES"["LU".index(start[0][0])] + "-", str(tag)) for tag in tags]  # BILOU
         sentences.append(Sentence(tuple(words), tuple(tags)))
     # the first sentence of each tag
@@ -94,8 +94,8 @@ def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: 
         raise InputError(f"{where}: tags are numbers: write their names, or Parquet with a ClassLabel")
     odd = sorted((tag for tag in first if not ENTITY_TAG.match(tag)), key=first.get)
     if odd and {*first} - {*odd, "O"}:
-        said = f"{odd[0]!r} is not an entity tag, the others are: write B-PER, I-PER or O"
-        raise InputError(f"{where}, sentence {first[odd[0]]}: {said}")
+        fault = f"{odd[0]!r} is not an entity tag, the others are: write B-PER, I-PER or O"
+        raise InputError(f"{where}, sentence {first[odd[0]]}: {fault}")
     return sentences
 
 

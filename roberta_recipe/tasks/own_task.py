@@ -78,10 +78,10 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
             for part in hold_out(whole.labels)
         )
     if len(values := {*examples["validation"].labels}) < (1 if names else 2):
-        said = f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file"
+        fault = f"{where} has {len(rows)} rows, too few per label to hold out a tenth: name a validation_file"
         if not held_out:
-            said = f"{tables['validation'][0]}: {label} is {min(values)} in all rows; a correlation needs two scores"
-        raise InputError(f"{said}{_about_scores(names)}")
+            fault = f"{tables['validation'][0]}: {label} is {min(values)} in all rows; a correlation needs two scores"
+        raise InputError(f"{fault}{_about_scores(names)}")
     metrics = ("accuracy", "f1" if len(names) == 2 else "macro_f1") if names else ("pearson", "spearman")
     files = {split: Path(getattr(args, f"{split}_file") or split).name for split in examples}
     return Task(
@@ -227,8 +227,8 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
     """(sorted class names, empty for a regression; (lowest, highest) score). Raises `InputError`."""
     has_lists = any(isinstance(value, list) for value in values)
     for row, value in enumerate(values, 1):
-        if said := _fault(value, has_lists):
-            raise InputError(f"{where}, row {row}: {column} is {value!r}, {said}")
+        if fault := _fault(value, has_lists):
+            raise InputError(f"{where}, row {row}: {column} is {value!r}, {fault}")
     if has_lists and any(values):
         return tuple(sorted({str(name) for value in values for name in value})), (0.0, 1.0)
     numbers = [_number(value) for value in values]

@@ -299,11 +299,11 @@ def score(trainer: FinetuneTrainer, job: Job, picked: float | None) -> tuple[dic
 
 def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, rows: Any) -> dict[str, str]:
     """Hashes of the tokenizer, the checkpoint, and the data `rows` (as JSON)."""
-    around = dict(tokenizer("a", "b"))  # special tokens and token types of a pair
-    of_tokenizer = [tokenization.tokenizer_fingerprint(tokenizer), tokenization.files_fingerprint(tokenizer), around]
+    hashes = [tokenization.tokenizer_fingerprint(tokenizer), tokenization.files_fingerprint(tokenizer)]
+    pair = dict(tokenizer("a", "b"))  # with special tokens and token types
     ids_and_sides = [tokenizer.pad_token_id, tokenizer.mask_token_id, tokenizer.truncation_side]
     return {
-        "tokenizer": durable.fingerprint([*of_tokenizer, *ids_and_sides]),
+        "tokenizer": durable.fingerprint([*hashes, pair, *ids_and_sides]),
         "weights": weights.content_hash(args.model_name_or_path),
         "data": durable.fingerprint(rows),
     }

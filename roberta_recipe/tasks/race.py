@@ -155,7 +155,7 @@ def features(
     backend, joined = tokenization.corpus_backend(tokenizer), tokenization.corpus_backend(tokenizer)
     joined.enable_truncation(max_seq_length, strategy="only_second", direction=tokenizer.truncation_side)
     columns = {"input_ids": "ids", "token_type_ids": "type_ids"}
-    columns = {name: of for name, of in columns.items() if name in tokenizer.model_input_names}
+    columns = {name: key for name, key in columns.items() if name in tokenizer.model_input_names}
     rows, articles_cut, options_cut = [], [], []
     for text, of_article in itertools.groupby(Bar(questions, "Tokenizing", leave=False), lambda one: one.article):
         article = backend.encode("" if without_article else text, add_special_tokens=False)
@@ -168,7 +168,7 @@ def features(
             longest = max(map(len, options)) + len(article) + tokenizer.num_special_tokens_to_add(pair=True)
             articles_cut.append(longest > max_seq_length)
             pairs = [joined.post_process(option, article) for option in options]
-            arrays = {name: [np.array(getattr(pair, of), np.int32) for pair in pairs] for name, of in columns.items()}
+            arrays = {name: [np.array(getattr(pair, key), np.int32) for pair in pairs] for name, key in columns.items()}
             rows.append({**arrays, "labels": question.answer, "length": min(longest, max_seq_length)})
     return Features(rows, np.array(articles_cut, dtype=bool), np.array(options_cut, dtype=np.int64))
 

@@ -92,7 +92,7 @@ def majority_answer(
     """The majority baseline: metrics of the first validation split's most frequent label as the prediction for every
     example. `labels`: by split; `names`: of the classes; `measure`: metrics of (split, predictions (examples,)). None
     without `names`: for a regression, correlation is undefined. Raises `InputError` for an empty split."""
-    if empty := [split for split, of in labels.items() if not len(of)]:
+    if empty := [split for split, rows in labels.items() if not len(rows)]:
         raise InputError(f"{empty[0]} has no examples")
     if not names:
         return None
