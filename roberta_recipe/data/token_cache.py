@@ -56,18 +56,15 @@ class TokenCache:
         self._metadata = {file: read(file) for file in itertools.chain(*shards_of(corpus, self.versions))}
         if missing := [shard_path(corpus, file) for file, metadata in self._metadata.items() if metadata is None]:
             raise InputError(f"token_cache={folder}: {missing[0]} is missing or damaged; {_REPACK}")
-        self._chunks = {
-            file: [Chunk(*chunk) for chunk, *_ in metadata["chunks"]] for file, metadata in self._metadata.items()
-        }
 
     def indexed_chunks(self, file: File) -> list[Chunk]:
         """All chunks of a file."""
-        return self._chunks[file]
+        return [Chunk(*chunk) for chunk, *_ in self._metadata[file]["chunks"]]
 
     def chunks(self, file: File, skip: int = 0) -> Iterator[tuple[Chunk, Sequence[Columns]]]:
         """The chunks of a file, each opened lazily."""
         metadata, path = self._metadata[file], self.folder / shard_path(self.corpus, file)
-        for chunk, (_, *place) in zip(self._chunks[file], metadata["chunks"], strict=True):
+        for chunk, (_, *place) in zip(self.indexed_chunks(file), metadata["chunks"], strict=True):
             yield chunk, CachedBlocks(path, metadata, chunk.blocks, *place)
 
     def fingerprint(self) -> dict[str, Any]:
