@@ -39,7 +39,7 @@ class Sentence:
 def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
     tabs where all lines have one, else by tabs and blanks. Comments before a sentence are skipped: lines beginning with
-    "# " and have another number of columns or, without a tab, a "="."""
+    "# " that have another number of columns or, without a tab, a "="."""
     if Path(path).suffix.lower() == ".csv":
         raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     if Path(path).suffix.lower() in TABLES:
