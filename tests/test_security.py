@@ -1,5 +1,6 @@
 """Credentials and markup in names: no password or token in files, log lines or errors; no injected markup or paths."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from markdown_it import MarkdownIt
 
 import train_mlm
 from roberta_recipe import credentials, durable
+from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
+from roberta_recipe.model import weights
 from roberta_recipe.publishing import card, hub, tables
 
 TOKEN = "hf_aVerySecretTokenOfNobody"
@@ -113,6 +116,22 @@ def test_a_token_is_in_no_file_of_a_run_and_of_what_is_pushed(preset, tmp_path, 
     monkeypatch.setattr(durable, "fingerprint", lambda values: TOKEN)  # the search finds it where it is
     train_mlm.records.write_preset({"a": TOKEN}, tmp_path)
     assert TOKEN.encode() in all_bytes(tmp_path)
+
+
+# Code
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path, monkeypatch):
+    """Not even if a prompt of transformers' is answered with yes."""
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    auto_map = {"AutoConfig": "own.Own", "AutoTokenizer": [None, "own.Own"]}
+    for name, key in (("config.json", "model_type"), ("tokenizer_config.json", "tokenizer_class")):
+        (tmp_path / name).write_text(json.dumps({key: "own", "auto_map": auto_map}))
+    for load in (weights.read_config, tokenization.load_tokenizer):
+        with pytest.raises(InputError, match=r"no (model config|tokenizer) at .* contains custom code"):
+            load(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 # Names in Markdown and HTML

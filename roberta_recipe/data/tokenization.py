@@ -62,7 +62,7 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path))
+            tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path), trust_remote_code=False)
     # for a folder with a config alone, transformers 5 returns an empty tokenizer
     if len(tokenizer) <= len(tokenizer.all_special_ids) or not tokenizer.is_fast:
         raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")

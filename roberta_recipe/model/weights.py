@@ -38,7 +38,7 @@ def check(name: str) -> None:
 def read_config(name: str, argument: str = MODEL_ARGUMENT, **settings: Any) -> PreTrainedConfig:
     """A checkpoint's config, updated with `settings`. Raises `InputError`."""
     with explained(f"no model config at {argument}={name!r}, a folder or a Hub id"):
-        return AutoConfig.from_pretrained(path_or_hub_id(name), **settings)
+        return AutoConfig.from_pretrained(path_or_hub_id(name), trust_remote_code=False, **settings)
 
 
 def overridden(overrides: str | None) -> set[str]:
