@@ -33,6 +33,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.data.phrases import load_spacy
 from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import Bar, counted, listed, logger, set_up_logging
 from roberta_recipe.model.task_heads import load_with_head
 from roberta_recipe.publishing import hub, plots
@@ -44,7 +45,7 @@ from roberta_recipe.training.finetune_trainer import compact, padded_to, validat
 
 TASKS = glue.TASKS
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
-DEFAULT, OWN = "presets/glue/rte.yaml", "presets/glue/own.yaml"
+OWN = "presets/glue/own.yaml"
 TOGETHER = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; each run of the grid is a plain run
@@ -143,11 +144,10 @@ def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.Finet
 
 
 def default_preset(argv: list[str]) -> str:
-    """The preset of a command line without `--config`: by its task."""
-    if value_of(argv, "train_file") or value_of(argv, "dataset_name"):
-        return OWN
-    name = value_of(argv, "task_name")
-    return f"presets/glue/{name}.yaml" if name in glue.TASKS else DEFAULT
+    """The preset of a command line without `--config`: its task's, without a task RTE's; `OWN` where there is none."""
+    is_table = value_of(argv, "train_file") or value_of(argv, "dataset_name")
+    preset = OWN if is_table else f"presets/glue/{value_of(argv, 'task_name') or 'rte'}.yaml"
+    return preset if resolve_path(preset).is_file() else OWN
 
 
 def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:

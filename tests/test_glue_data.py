@@ -14,6 +14,7 @@ from official_files import PAIR
 from transformers import AlbertConfig
 
 import finetune_glue
+from results import report
 from roberta_recipe.errors import InputError
 from roberta_recipe.tasks import glue, protocol, qnli_ranking, summaries, wsc
 from roberta_recipe.tasks.glue import AX, TASKS
@@ -235,6 +236,17 @@ def test_the_card_names_glues_data_only_for_glues_rows():
     for name in ("mine", "rte"):
         own = glue.dataset_card(name, glue.Task("my_task", PAIR, labels=("no", "yes")), False)
         assert (own["name"], own["hub_id"], own["hub_config"], own["note"]) == (name, None, None, "")
+
+
+def test_a_task_that_is_added_to_the_table_needs_no_preset_and_is_not_glues(monkeypatch):
+    """As in CONTRIBUTING.md."""
+    rows = report.paper_rows()
+    monkeypatch.setitem(TASKS, "boolq", glue.Task("BoolQ", ("question", "passage"), labels=("0", "1")))
+    (args, _), _ = finetune_glue.read_arguments(["--task_name", "boolq", "--data_dir", "data", "--use_cpu"])
+    assert (args.task_name, args.data_dir, args.global_batch_size) == ("boolq", "data", 32)
+    card = glue.dataset_card("boolq", TASKS["boolq"], False)
+    assert (card["name"], card["hub_id"], card["hub_config"]) == ("boolq", None, None)
+    assert report.paper_rows() == rows
 
 
 def test_segment_ids_where_the_model_has_them(wordpiece, tmp_path):

@@ -130,8 +130,8 @@ PAPER = {
 
 
 def dataset_card(name: str, task: Task, other_rows: bool) -> DatasetCard:
-    """The model card's dataset entry; it is GLUE's only if `task` is in `TASKS`, with the official rows."""
-    known = TASKS.get(name) == task
+    """The model card's dataset entry; GLUE's only if `task` is in `TASKS` and on the Hub, with the official rows."""
+    known = TASKS.get(name) == task and task.hub_columns
     hub_id, hub_config = _HUB_DATA.get(name, (HUB_DATASET, name)) if known and not other_rows else (None, None)
     first, *others = task.splits_of("validation")
     metrics = {metric: _HUB_METRICS.get(metric, metric) for metric in task.metrics}
