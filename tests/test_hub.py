@@ -543,6 +543,14 @@ def test_the_card_of_a_new_task_says_what_its_job_says(tmp_path):
     table = shown.text.split("## Training")[1].split("10 steps")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
     assert names == ["", "---", "max_seq_length", "seed", "temperature", "max_grad_norm"]
+    loading = {
+        "MaxPooled": "with the class `MaxPooled`",
+        "PooledForSequenceClassification": "with the class `PooledForSequenceClassification`",
+        "XLNetForQuestionAnsweringSimple": "AutoModelForQuestionAnswering,",
+    }
+    for architecture, said in loading.items():  # a head of one's own; one of transformers' with another name
+        text = cards.fine_tuned("me/sense", CONFIG | {"architectures": [architecture]}, record, summary).text
+        assert said in text and ("from transformers import AutoModel" in text) == ("Simple" in architecture)
     alone = cards.fine_tuned("me/sense", CONFIG, record, None)  # other seeds are still training
     splits = "validation_a, 1,250 examples; validation_b, 30 examples"
     assert f"| {splits} | kappa | 60.0 | 60.0 to 60.0 | 1 | - |" in alone.text

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from roberta_recipe import record as records
@@ -52,10 +53,8 @@ def pretrained(
     """The card of a pretraining run. `config`: its config.json, `summaries`: of models fine-tuned from it, `metadata`:
     for the card's YAML header."""
     args = record["resolved_args"]
-    if args.get("train_file"):  # without local paths
-        corpus = ", ".join(Path(name).name for name in args["train_file"])
-    else:
-        corpus = Path(args["corpus"]).stem
+    names = args.get("train_file") or []
+    corpus = ", ".join(Path(name).name for name in names) or Path(args["corpus"]).stem  # without local paths
     results = _text_results(corpus, corpus, record["metrics"])
     for name, source in record["metrics_by_source"].items():
         metrics = {f"eval_{key}": value for key, value in source.items()}
@@ -149,8 +148,9 @@ def _card(
     **facts: Any,
 ) -> ModelCard:
     """The card from a template in this folder; `facts`: variables of this kind of run."""
-    args, name = record["resolved_args"], repo.split("/")[-1]
-    head = "For" + config["architectures"][0].rpartition("For")[2]  # RoFormerForMaskedLM
+    args, name, architecture = record["resolved_args"], repo.split("/")[-1], config["architectures"][0]
+    is_stock = hasattr(transformers, architecture)  # not a class of the user's own
+    head = next((head for head in _PIPELINES if is_stock and head in architecture), None)
     start = args.get("model_name_or_path")
     if start and starts_from_hub(record):
         metadata = {"base_model": None if args.get("random_weights") else start, **metadata}
@@ -176,7 +176,7 @@ def _card(
     settings = [(name, value) for name, value in shown if value not in (None, -1) and value is not False]  # 0 is shown
     return ModelCard.from_template(
         data, template_path=str(Path(__file__).with_name(template)),
-        name=name, config=config, record=record, args=args, auto_class=f"AutoModel{head}", start=start,
+        name=name, config=config, record=record, args=args, auto_class=head and f"AutoModel{head}", start=start,
         source=json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else ""),
         settings=settings, training=plain(training), score_head=SCORE_HEAD, number="{:,}".format, plain=plain,
         shape=[*shape, ("parameters", f"{record['parameters']:,}")], table=markdown_table, **facts,
