@@ -150,7 +150,7 @@ BAD = {
     "no example": (["--max_train_samples", "0"], "max_train_samples=0 must be above 0"),
     "length": (["--max_seq_length", "65"], "max_seq_length=65 is more than the 64 positions"),
     "smoothing": (["--label_smoothing_factor", "1"], "label_smoothing_factor=1.0 must be below 1"),
-    "smoothing of scores": (["--task_name", "stsb", "--label_smoothing_factor", "0.1"], "is for losses of class"),
+    "smoothing of scores": (["--task_name", "stsb", "--label_smoothing_factor", "0.1"], "is for classification only"),
     "another metric": (["--metric_for_best_model", "f1"], "metric_for_best_model=f1 .* the highest accuracy"),
     "micro-batch": (["--global_batch_size", "4"], "per_device_train_batch_size=8 is more than global_batch_size=4"),
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
