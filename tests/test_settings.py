@@ -54,12 +54,12 @@ def test_help_lists_every_flag_trainers_last_and_compact(script, capsys):
 
 
 def test_a_script_that_was_copied_without_its_preset(capsys, monkeypatch):
-    monkeypatch.setattr(finetune_glue, "DEFAULT", "presets/absent/rte.yaml")
+    monkeypatch.setattr(finetune_glue, "OWN", "presets/absent/own.yaml")
     with pytest.raises(SystemExit):
-        finetune_glue.read_arguments(["--help"])
+        finetune_glue.read_arguments(["--train_file", "a.csv", "--help"])
     assert "--max_seq_length" in capsys.readouterr().out
     with pytest.raises(InputError, match="no such file: presets/absent"):
-        finetune_glue.read_arguments([])
+        finetune_glue.read_arguments(["--train_file", "a.csv"])
 
 
 @pytest.mark.parametrize("written", ["6e-4", "6E-4", "0.0006", "6.0e-4", "+6e-4"])
