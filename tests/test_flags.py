@@ -161,7 +161,7 @@ def test_data_seed_draws_the_order_of_all_seeds():
 def test_values_that_break_the_gradient_or_follow_evaluations_are_refused(preset):
     for argv, said in (
         (["--gradient_checkpointing_kwargs", '{"preserve_rng_state": false}'], "preserve_rng_state must stay true"),
-        (["--lr_scheduler_type", "greedy", "--eval_strategy", "steps"], "lr_scheduler_type=greedy follows"),
+        (["--lr_scheduler_type", "greedy", "--eval_strategy", "steps"], "lr_scheduler_type=greedy needs evaluations"),
         (["--save_strategy", "best"], "save_strategy=best"),
     ):
         with pytest.raises(InputError, match=said):
