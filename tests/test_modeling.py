@@ -1,5 +1,6 @@
 """Masked-LM head and loss: gradient of the effective batch, checkpoints for the stock class."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,13 +9,13 @@ import torch
 import transformers
 from conftest import KeepGradients, run_python
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from transformers import AutoConfig, DataCollatorForLanguageModeling, Trainer
+from transformers import AutoConfig, AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer
 
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import attention, cross_entropy
-from roberta_recipe.model.masked_lm import build_model, flops_per_token, masked_lm_class
+from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, build_model, flops_per_token, layer_weights, masked_lm_class
 from roberta_recipe.model.weights import read_config
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -214,6 +215,29 @@ def test_flops_of_distilbert_and_xlm_are_those_of_six_layers_of_bert():
     assert flops_per_token(distilbert, 512, 0.15) == flops_per_token(bert, 512, 0.15)
     xlm = AutoConfig.for_model("xlm", emb_dim=768, n_layers=6, n_heads=12, vocab_size=bert.vocab_size)
     assert flops_per_token(xlm, 512, 0.15) == flops_per_token(bert, 512, 0.15)
+
+
+def test_flops_count_gated_feed_forward_networks_and_shared_keys():
+    """Against the parameters of a layer of transformers' own classes."""
+    for name, values in (("nomic_bert", {}), ("gte", {}), ("modernbert", {}), ("eurobert", {"num_key_value_heads": 4})):
+        config = AutoConfig.for_model(name, **values)
+        with torch.device("meta"):
+            parameters = AutoModelForMaskedLM.from_config(config).named_parameters()
+        layer = sum(p.numel() for name, p in parameters if "layers.1." in name and p.ndim == 2)
+        assert layer_weights(config) == layer, name
+
+
+def test_tokens_that_are_added_into_padding_rows_can_be_predicted(config_file, tokenizer, tmp_path):
+    """Padding rows are hidden by a bias of -1e4; a row that the tokenizer has now must not be."""
+    build_model(tokenizer, config_name=config_file, max_seq_length=64, pad_vocab_to_multiple_of=64).save_pretrained(
+        tmp_path
+    )
+    extended = copy.deepcopy(tokenizer)
+    for added, multiple in ((2, 64), (46, None)):  # some padding rows are left; none is
+        extended.add_tokens([f"<{added}-{i}>" for i in range(added)])
+        start = {"model_name_or_path": str(tmp_path), "pad_vocab_to_multiple_of": multiple}
+        bias = build_model(extended, max_seq_length=64, **start).get_output_embeddings().bias
+        assert not bias[: len(extended)].any() and (bias[len(extended) :] == HIDDEN_LOGIT).all()
 
 
 def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, tokenizer, tmp_path):

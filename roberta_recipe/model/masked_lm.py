@@ -18,6 +18,7 @@ from roberta_recipe.model.cross_entropy import cross_entropy
 from roberta_recipe.model.varlen import VARLEN, positions_within, unpad
 
 HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
+_GATED = ("modernbert", "nomic_bert", "gte", "eurobert")  # feed-forward networks of three matrices
 
 
 @dataclass
@@ -206,6 +207,9 @@ def build_model(
         model, info = weights.load(cls, model_name_or_path, config=config, fresh_head=len(cls.objectives) > 1)
         if any(not name.startswith(model.heads_of_objectives) for name in info["missing_keys"]):
             raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
+        if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
+            used = bias.data[:entries]
+            used[used <= HIDDEN_LOGIT / 2] = 0.0  # padding rows that tokens have been added to since
     else:
         config.vocab_size = padded
         model = weights.fresh(cls, config)
@@ -227,11 +231,13 @@ def embedding_width(config: PreTrainedConfig) -> int:
 
 
 def layer_weights(config: PreTrainedConfig) -> int:
-    """Number of matrix weights of one layer; ModernBERT's feed-forward network has three matrices."""
-    matrices = 3 if config.model_type == "modernbert" else 2
+    """Number of matrix weights of one layer."""
+    matrices = 3 if config.model_type in _GATED else 2
     intermediate = getattr(config, "intermediate_size", None)
     intermediate = intermediate or getattr(config, "hidden_dim", 4 * config.hidden_size)  # DistilBERT's; XLM's
-    return config.hidden_size * (4 * config.hidden_size + matrices * intermediate)
+    keys = getattr(config, "num_key_value_heads", None)  # EuroBERT's: one for several query heads
+    keys = config.hidden_size * keys // config.num_attention_heads if keys else config.hidden_size
+    return config.hidden_size * (2 * config.hidden_size + 2 * keys + matrices * intermediate)
 
 
 def flops_per_token(
