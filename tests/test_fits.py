@@ -80,7 +80,16 @@ def test_relative_positions_alone_have_no_longest_sequence():
         weights.check_length("model", 48, both)
     both.position_biased_input = False
     weights.check_length("model", 48, both)
+    assert weights.max_positions(both) is None
     assert AutoModel.from_config(both)(torch.randint(4, 40, (2, 48)))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_another_number_of_layers_of_modernbert(layers, tmp_path):
+    """Its config lists each layer's attention: with a list of another length, no model is built or none is saved."""
+    config = weights.fresh_config("presets/model/modernbert_mini.json", f"num_hidden_layers={layers}")
+    assert config.layer_types == (["full_attention", *2 * ["sliding_attention"]] * 3)[:layers]
+    config.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

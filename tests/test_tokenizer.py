@@ -189,6 +189,12 @@ def test_a_damaged_tokenizer_is_named(tokenizer, tokenizer_dir, tmp_path):
     assert refused >= 8
     with pytest.raises(InputError, match=r"no tokenizer at tokenizer_name='.*nowhere'.*train_tokenizer.py"):
         tokenization.load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "deberta").mkdir()
+    (tmp_path / "deberta" / "spm.model").write_bytes(b"pieces")
+    (tmp_path / "deberta" / "tokenizer_config.json").write_text('{"vocab_type": "spm"}')
+    (tmp_path / "deberta" / "config.json").write_text('{"model_type": "deberta-v2"}')
+    with pytest.raises(InputError, match="needs pip install sentencepiece protobuf"):
+        tokenization.load_tokenizer(tmp_path / "deberta")
 
 
 def test_a_tokenizer_is_whole_or_absent(tokenizer, tmp_path, monkeypatch):

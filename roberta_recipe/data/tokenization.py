@@ -58,6 +58,7 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         raise InputError(f"the tokenizer {name} is damaged: {damage}; {fix}")
     bare = [folder / "vocab.json", folder / "merges.txt"]
     fix = ": name a folder or a Hub id, or train one with tokenizer/train_tokenizer.py"
+    fix += "; a SentencePiece model without tokenizer.json (DeBERTa-v3's) needs pip install sentencepiece protobuf"
     with explained(f"no tokenizer at tokenizer_name={name}", fix):
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))

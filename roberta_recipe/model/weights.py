@@ -56,6 +56,9 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
         fix = "; write key=value,key=value, with keys of the config"
         with explained(f"config_overrides={overrides!r} does not fit {name!r}", fix):
             config.update_from_string(overrides.replace(" ", ""))
+            layer_types = getattr(config, "layer_types", None)  # ModernBERT's, one per layer
+            if layer_types and len(layer_types) != config.num_hidden_layers:
+                config = config.from_dict({**config.to_dict(), "layer_types": None})
     albert.set_groups(config, f"config_name={name!r}")
     return config
 
@@ -75,9 +78,9 @@ def counts_from_padding(config: PreTrainedConfig) -> bool:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence of a model in tokens, without unused positions; None without position embeddings."""
+    """The longest sequence of a model in tokens, without unused positions; None without absolute positions."""
     rows = getattr(config, "max_position_embeddings", None)
-    if rows is None or rows < 1:  # XLNet's is -1
+    if rows is None or rows < 1 or not getattr(config, "position_biased_input", True):  # XLNet's is -1; DeBERTa-v3
         return None
     if counts_from_padding(config):
         rows -= config.pad_token_id + 1
@@ -88,7 +91,7 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
     """Raise `InputError` if the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
     config = config or read_config(name)
     longest = max_positions(config)
-    if longest and max_seq_length > longest and getattr(config, "position_biased_input", True):  # not in DeBERTa-v3
+    if longest and max_seq_length > longest:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: use "
             f"--max_seq_length {longest} or, for fresh weights, another max_position_embeddings"
