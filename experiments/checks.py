@@ -2,19 +2,24 @@
 
 from typing import Any
 
-from experiments.lists import MEASURES, SEED, Experiment, ExperimentList
+from experiments.lists import AGAIN, MEASURES, SEED, Experiment, ExperimentList
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError
+from roberta_recipe.record import RECORD_NAME, read_record
 
 # keys of a measure's file or the run record that identify the measured text; old files lack some
 _TEXT_KEYS = {
     "loss": ("eval_blocks", "unigram_entropy"),
     "words": ("words", "documents", "windows_digest"),
     "blimp": ("pairs", "pairs_digest"),
+    "score": ("scored_examples",),
 }
 
 _MOVE = "Move the {} of one of them away to recreate it"
-_OTHER_BLOCKS = "Losses on different held-out blocks are not comparable: use the measure words instead of loss"
+_NOT_COMPARABLE = {
+    "loss": "Losses on different held-out blocks are not comparable: use the measure words instead of loss",
+    "score": "Scores on different examples are not comparable: give each task and data set a list of its own",
+}
 
 
 def check_rows(listed: ExperimentList) -> None:
@@ -31,7 +36,7 @@ def check_rows(listed: ExperimentList) -> None:
         run_facts = [(row, _run_facts(row)) for row in listed.rows if row.name == variant.name]
         _check_equal(run_facts, "run with", _MOVE.format("folder"))
     for measure in [name for name in _TEXT_KEYS if name in listed.measures]:
-        fix = _OTHER_BLOCKS if measure == "loss" else _MOVE.format(f"{measure}.json")
+        fix = _NOT_COMPARABLE.get(measure, _MOVE.format(f"{measure}.json"))
         measurements = [(row, _measurement_facts(row, measure)) for row in listed.rows]
         for name in _TEXT_KEYS[measure]:
             known = [(row, {name: facts[name]}) for row, facts in measurements if name in facts]
@@ -51,9 +56,11 @@ def _check_equal(facts_of_rows: list[tuple[Experiment, dict[str, Any]]], how: st
 
 
 def _run_facts(row: Experiment) -> dict[str, Any]:
-    """A pretraining run's fingerprint without seeds, and its number of held-out blocks; empty for other runs, and if
-    each seed starts from its own checkpoint."""
+    """The fingerprint of a row's run without seeds, and its number of held-out blocks; empty for an unfinished row, and
+    if each seed starts from its own checkpoint."""
     record = {} if SEED in str(row.settings) else row.record()
+    for path in row.run.glob(f"*/{RECORD_NAME}") if "picked" in record else ():  # a fine-tuning's only run
+        record = read_record(path, ("fingerprint", "metrics"), AGAIN)
     fingerprint = {name: of for name, of in record.get("fingerprint", {}).items() if name not in ("seed", "data_seed")}
     return fingerprint | {"eval_blocks": record["metrics"].get("eval_blocks")} if fingerprint else {}
 

@@ -440,6 +440,30 @@ def test_a_setting_of_fine_tuning_is_parsed_by_its_own_script(write, tmp_path):
     assert row.settings == other.settings
 
 
+def test_fine_tunings_of_other_weights_or_validation_examples_give_no_table(write):
+    """The summary has no fingerprint; the record of the row's only run has it."""
+    flags = {"model_name_or_path": "pretrained"}
+    rows = [{"name": name, "flags": {**flags, "learning_rate": rate}} for name, rate in (("low", 1e-5), ("high", 2e-5))]
+    task = {"config": "presets/glue/rte.yaml", "script": "finetune_glue.py", "measures": {"score": None}}
+    listed = lists.read(write(rows=rows, **task))
+    for row in listed.rows:
+        weights = "retrained" if row.title == "high, seed 2" else "before"
+        run = {"fingerprint": {"weights": weights, "seed": row.seed}, "metrics": {}}
+        (row.run / "lr").mkdir(parents=True)
+        experiments.remember(row)
+        durable.write_sealed(row.run / "lr/run_record.json", run)
+        summary = {"settings": [], "picked": 0, "scored_examples": {"validation": 277 if row.name == "low" else 200}}
+        summary["resolved_args"] = {"seeds": [row.seed]}
+        durable.write_sealed(row.run / "summary.json", summary)
+    with pytest.raises(InputError, match=r"high, seed 2 was run with .* high, seed 1: weights was 'before', is 'retr"):
+        checks.check_rows(listed)
+    shutil.rmtree(listed.rows[-1].folder)
+    with pytest.raises(
+        InputError, match=r"high, seed 1 was measured \(score\) on .* low, seed 1: .*200.*list of its own"
+    ):
+        checks.check_rows(listed)
+
+
 def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, tmp_path, capsys):
     """The command of a row and its record agree on the checkpoint of the seed."""
     for seed in ("1", "2"):
