@@ -35,7 +35,8 @@ _RUN = "{run}"  # placeholder for the row's output_dir, in the folder of its own
 AGAIN = "move its folder away to run it again, or rename the changed row"
 _SET_BY_RUNNER = ("output_dir", "config", "seed", "seeds", "max_train_minutes", "sweep", "push_to_hub", "help")
 _SET_FOR_MEASURES = ("model_name_or_path", "output", "output_dir", "help")
-_MEASURED = ("max_eval_samples",)  # does not affect training, but the text of the loss
+# may change in a resumed run, but change the text of the loss, or what the run trains on
+_COMPARED = ("max_eval_samples", "skip_blocks", "rewind_on_spike")
 _CHOSEN = ("attn_implementation",)  # chosen and recorded by the run unless set
 _DERIVED = ("max_steps", "max_seq_length")  # by a run, from its epochs and its model
 _CONTENT = "content of "
@@ -447,7 +448,7 @@ def _resolve(variant: Variant, where: str) -> tuple[dict[str, Any], str]:
     values = {
         name: resolved.get(name)
         for name, flag in flags.items()
-        if (flag.scope not in ("start", "free") or name in _MEASURED)
+        if (flag.scope not in ("start", "free") or name in _COMPARED)
         and name not in ("output_dir", "seed", "seeds")
         and (name in resolved or name not in _CHOSEN)
         and not (name == "bf16" and filled[-1].picks_bf16)  # by the machine

@@ -307,6 +307,9 @@ def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained
     checks.check_rows(listed)
     with pytest.raises(InputError, match="low, seed 1: max_train_samples was None, is 16"):
         checks.check_rows(lists.read(write(flags={"max_train_samples": 16})))
+    skips = {"skip_blocks": ["3-5"], "rewind_on_spike": 2.0}  # free in a resumed run
+    with pytest.raises(InputError, match=r"skip_blocks was None, is \['3-5'\]; rewind_on_spike was None, is 2.0"):
+        checks.check_rows(lists.read(write(flags=skips)))
     row = listed.rows[0]
     row.folder.mkdir(parents=True)
     durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0})
