@@ -325,6 +325,12 @@ def test_a_task_outside_of_the_protocol_is_marked_in_the_table(tmp_path, capsys)
     words = "the median of 1 seed (paper: 5); trained on the first 64 examples; layer_decay=0.8 instead of "
     words += "layer_decay=1.0; num_train_epochs=3.0 instead of max_steps=1560"
     assert f"* rte, not comparable with Table 5: {words}" in shown
+    summary_of(tmp_path, "rte", model_name_or_path="runs/other")
+    summary_of(tmp_path, "qnli", model_name_or_path="runs/mine/")
+    glue_table.main(["--folder", str(tmp_path)])
+    assert re.findall(r"^\* .*$", capsys.readouterr().out, re.M) == [
+        "* rte, not comparable with Table 5: fine-tuned from runs/other, not from runs/mine as most tasks"
+    ]
     others = {"qnli_form": "ranking", "label_smoothing_factor": 0.1, "optim": "lamb", "optim_args": "a=1"}
     for name, value in {**others, "neftune_noise_alpha": 5.0, "tokenizer_name": "roberta-base"}.items():
         summary_of(tmp_path, "rte", **{name: value})

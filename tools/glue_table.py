@@ -9,6 +9,7 @@ section 5.1, which are listed below the table. `<folder>/submission.zip` needs t
 """
 
 import argparse
+import statistics
 import sys
 import zipfile
 from pathlib import Path
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     below = glue.SWEEP_FOLDER if args.sweep else ""
     summaries = finished_tasks(args.folder, below)
     medians = {name: percent(picked_setting(summary)["median"]) for name, summary in summaries.items()}
-    differing = {name: found for name, summary in summaries.items() if (found := _differs(summary, args.sweep))}
+    model = statistics.mode(_model(summary) for summary in summaries.values())
+    differing = {name: found for name, summary in summaries.items() if (found := _differs(summary, args.sweep, model))}
     ours = {name: median + "*" * (name in differing) for name, median in medians.items()}
     rows = {"RoBERTa-large, Table 5": glue.PAPER["large"], "RoBERTa-base, fairseq": glue.PAPER["base"], "ours": ours}
     print(" " * 24 + "".join(f"{name:>9}" for name in COLUMNS))
@@ -86,9 +88,15 @@ def finished_tasks(folder: str, below: str) -> dict[str, Summary]:
     return finished
 
 
-def _differs(summary: Summary, sweep: bool) -> list[str]:
-    """Differences from Table 5's protocol and from the task's preset, as text."""
+def _model(summary: Summary) -> str:
+    return str(Path(summary["resolved_args"]["model_name_or_path"]))  # without a slash at the end
+
+
+def _differs(summary: Summary, sweep: bool, model: str) -> list[str]:
+    """Differences from Table 5's protocol, from the task's preset, and from the `model` of most tasks, as text."""
     found, args = [], summary["resolved_args"]
+    if _model(summary) != model:
+        found.append(f"fine-tuned from {_model(summary)}, not from {model} as most tasks")
     if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
         found.append(f"the median of {counted(seeds, 'seed')} (paper: {PAPER_SEEDS})")
     if summary["dataset"]["hub_id"] is None:
