@@ -211,12 +211,19 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
         )
     if BLIMP_NAME in records and blimp_table.is_stale(records[BLIMP_NAME], source):
         raise InputError(f"{source / BLIMP_NAME} scores other weights: run make blimp again, or move it away")
+    records = {file: portable(values) for file, values in records.items()}
+    former = target / RECORD_NAME
+    if RECORD_NAME in records and former.is_file() and durable.read_json(former) != records[RECORD_NAME]:
+        raise InputError(
+            f"{target} has another run's {RECORD_NAME}: name {source} with --name, or move that folder away with the "
+            "fine-tunings of its model"
+        )
     target.mkdir(parents=True, exist_ok=True)
     for file, values in records.items():
-        durable.write_json(target / file, portable(values))
+        durable.write_json(target / file, values)
     if RECORD_NAME in records:
         if BLIMP_NAME not in records:
-            (target / BLIMP_NAME).unlink(missing_ok=True)  # of the former run
+            (target / BLIMP_NAME).unlink(missing_ok=True)  # moved away
         shutil.copyfile(source / CURVE_NAME, target / CURVE_NAME)
     return target
 

@@ -279,6 +279,16 @@ def test_a_run_is_added_from_within_its_folder(ledger, tmp_path, monkeypatch):
     assert ledger.add(tmp_path / "results", Path("."), None) == tmp_path / "results" / "mini"
 
 
+def test_another_run_is_not_added_under_the_name_of_a_model(ledger, tmp_path):
+    """Fine-tunings of the former model would stand beside the new one."""
+    write_pretraining(tmp_path / "a" / "mini")
+    write_pretraining(tmp_path / "b" / "mini", perplexity=40.0)
+    report(ledger, tmp_path, "--add", tmp_path / "a/mini")
+    with pytest.raises(InputError, match=r"results/mini has another run's run_record.json: .*--name, or"):
+        report(ledger, tmp_path, "--add", tmp_path / "b/mini")
+    assert "50.25" in report(ledger, tmp_path, "--add", tmp_path / "a/mini")  # again
+
+
 def test_bad_input(ledger, tmp_path):
     with pytest.raises(InputError, match="holds no"):
         report(ledger, tmp_path)
