@@ -279,7 +279,7 @@ def all_rows(ledger: Ledger) -> list[tuple[str, ...]]:
 
 
 def pairs(ledger: Ledger) -> list[Pair]:
-    """The fine-tunings by their main metric, with and without pretraining."""
+    """The fine-tunings by their main metric, with and without pretraining, on the same examples."""
     sides_by_row: dict[tuple, dict[bool, LedgerEntry]] = {}
     rows = paper_rows()
     for (model, _), entry in ledger.tuned.items():
@@ -290,10 +290,10 @@ def pairs(ledger: Ledger) -> list[Pair]:
         if row is None:  # not a task of the paper
             continue
         name = _tuned_name(model, args | {"random_weights": False, "level": "all"})  # the level is in the row
-        key = (rows.index(row), args.get("max_train_samples") or 0, name)
+        key = (rows.index(row), args.get("max_train_samples") or 0, name, str(entry["scored_examples"]))
         sides_by_row.setdefault(key, {})[bool(args.get("random_weights"))] = entry
     ordered = sorted(sides_by_row.items(), key=lambda item: item[0][:2])  # stable
-    return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, _, name), sides in ordered]
+    return [Pair(rows[number], name, sides.get(False), sides.get(True)) for (number, _, name, _), sides in ordered]
 
 
 def score_table(compared: list[tuple[Pair, TestResult]]) -> list[tuple[str, ...]]:

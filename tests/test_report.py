@@ -279,6 +279,18 @@ def test_a_run_is_added_from_within_its_folder(ledger, tmp_path, monkeypatch):
     assert ledger.add(tmp_path / "results", Path("."), None) == tmp_path / "results" / "mini"
 
 
+def test_sides_scored_on_other_examples_are_not_compared(ledger, tmp_path):
+    write_pretraining(tmp_path / "results" / "mini")
+    write_pair(ledger, tmp_path, "rte", [0.7, 0.71, 0.72, 0.73, 0.74], [0.6, 0.61, 0.62, 0.63, 0.64])
+    path = tmp_path / "rte_random" / SUMMARY_NAME
+    summary = json.loads(path.read_text())
+    durable.write_sealed(path, {**summary, "scored_examples": {"validation": 100}})
+    whole = report(ledger, tmp_path, "--add", tmp_path / "rte_random", "--name", "mini")
+    assert "Better than random weights" not in whole and "p 0.008" not in whole
+    lines = [line.split(" | ")[2:4] for line in whole.splitlines() if line.startswith("| GLUE rte, accuracy | mini | ")]
+    assert [["-" in cells for cells in zip(line, strict=True)] for line in lines[:2]] == [[False, True], [True, False]]
+
+
 def test_another_run_is_not_added_under_the_name_of_a_model(ledger, tmp_path):
     """Fine-tunings of the former model would stand beside the new one."""
     write_pretraining(tmp_path / "a" / "mini")
