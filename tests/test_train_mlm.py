@@ -241,7 +241,9 @@ def test_sources_are_measured_apart_and_a_checkpoint_alone(preset, tmp_path, tok
         evaluate.main(flags)
     with pytest.raises(InputError, match=r"absent is not a folder with preset.yaml: name a run's folder"):
         evaluate.main(["--use_cpu", "--model_name_or_path", str(tmp_path / "absent")])
-    with pytest.raises(InputError, match="validation_file is read with a train_file only: name a run's folder"):
+    with pytest.raises(
+        InputError, match="train_file only: name a run's folder, --corpus, or text as both --train_file and --valid"
+    ):
         evaluate.main(["--model_name_or_path", str(tmp_path / "run"), "--validation_file", "a.txt"])
 
 

@@ -60,7 +60,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     if not args.corpus and not args.train_file:
         why = f"model_name_or_path={args.model_name_or_path} is not a folder with {PRESET_NAME}"
         why = "validation_file is read with a train_file only" if args.validation_file else why
-        raise InputError(f"{why}: name a run's folder, or the held-out text with --train_file or --corpus")
+        raise InputError(f"{why}: name a run's folder, --corpus, or text as both --train_file and --validation_file")
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
     if args.token_cache and not token_cache.is_begun(args.token_cache):
