@@ -215,8 +215,8 @@ def add(folder: Path, source: Path, name: str | None, note: str = "") -> Path:
     former = target / RECORD_NAME
     if RECORD_NAME in records and former.is_file() and durable.read_json(former) != records[RECORD_NAME]:
         raise InputError(
-            f"{target} has another run's {RECORD_NAME}: name {source} with --name, or move that folder away with the "
-            "fine-tunings of its model"
+            f"{target} has another run's {RECORD_NAME}: add {source} with another --name, or move that folder away, "
+            "with the fine-tunings of its model"
         )
     target.mkdir(parents=True, exist_ok=True)
     for file, values in records.items():
