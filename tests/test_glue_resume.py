@@ -57,6 +57,13 @@ def test_two_processes_give_the_curve_of_one_process_also_when_resumed(flags, tm
     assert "".join(rank.log for rank in ranks).count("rte, validation accuracy") == 1
 
 
+def test_ranks_with_different_settings_are_refused(flags, tmp_path):
+    argv = flags("rte", "--per_device_train_batch_size", 4, "--weight_decay")
+    ranks = forked_ranks(lambda rank: finetune_glue.main([*argv, ("0.1", "0.2")[rank]]), tmp_path)
+    assert [rank.end() for rank in ranks] == [2, 2], ranks[0].log
+    assert "different settings: weight_decay=0.1 on rank 0, 0.2 on rank 1; " in ranks[0].log
+
+
 def test_the_best_epoch_is_kept_and_of_equal_ones_the_first(flags, tmp_path, monkeypatch):
     accuracy = {3: 0.5, 6: 0.9, 9: 0.9, 12: 0.7}  # by the step that `scores` stands for
     monkeypatch.setattr(

@@ -185,6 +185,15 @@ def test_a_state_of_another_layout_of_deepspeed_or_another_version_is_refused(tm
         checkpoint.load_state(tmp_path, {}, layout)
 
 
+def test_ranks_with_different_settings_are_refused(preset, tmp_path):
+    """Each rank would train with its own learning rate."""
+    flags = ["--per_device_train_batch_size", 4, "--learning_rate"]
+    ranks = forked_ranks(lambda rank: train(preset, *flags, ("1e-3", "2e-3")[rank]), tmp_path)
+    assert [rank.end() for rank in ranks] == [2, 2], ranks[0].log
+    said = "the processes were started with different settings: learning_rate=0.001 on rank 0, 0.002 on rank 1; "
+    assert said in ranks[0].log and "Traceback" not in ranks[0].log + ranks[1].log
+
+
 def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):
     first = train(preset, *SAVING)
     (tmp_path / "run" / "run_record.json").unlink()

@@ -67,8 +67,16 @@ def resume(
     """(checkpoint to resume from, its state as by `load_state`), the same on all ranks; (None, None) for a new run.
 
     The newest intact checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` if all
-    are damaged or of another program, or if the named one is damaged or the folder has newer ones.
+    are damaged or of another program, if the named one is damaged or the folder has newer ones, or if the ranks have
+    different fingerprints.
     """
+    first, *others = gather_object([fingerprint])
+    for rank, other in enumerate(others, 1):
+        if names := durable.differences(first, other):
+            each = "; ".join(f"{key}={first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in names)
+            raise InputError(
+                f"the processes were started with different settings: {each}; use one command on each machine"
+            )
     path = on_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
     return path, path and load_state(path, fingerprint, layout(args), despite_changes, data_keys)
 
