@@ -10,10 +10,11 @@ import psutil
 import pytest
 from conftest import end_well, forked_ranks, losses
 from glue_runs import data_dir, flags, record_of, special, wsc_dir  # noqa: F401
+from safetensors.torch import load_file, save_file
 
 import finetune_glue
 from roberta_recipe import durable
-from roberta_recipe.errors import RunError, Stopped
+from roberta_recipe.errors import InputError, RunError, Stopped
 from roberta_recipe.tasks import protocol, summaries
 from roberta_recipe.training import checkpoint, finetune_trainer
 
@@ -62,6 +63,33 @@ def test_ranks_with_different_settings_are_refused(flags, tmp_path):
     ranks = forked_ranks(lambda rank: finetune_glue.main([*argv, ("0.1", "0.2")[rank]]), tmp_path)
     assert [rank.end() for rank in ranks] == [2, 2], ranks[0].log
     assert "different settings: weight_decay=0.1 on rank 0, 0.2 on rank 1; " in ranks[0].log
+
+
+def test_files_that_change_between_two_seeds(flags, model_dir, tmp_path, monkeypatch, root):
+    """Every seed has the preset of the start; a start model that has changed is refused, also by the next start."""
+    own, train = tmp_path / "own.yaml", finetune_trainer.FinetuneTrainer.train
+    own.write_text(text := (root / "presets/glue/rte.yaml").read_text())
+    argv = flags("rte", "--config", own, "--seeds", 1, 2, "--output_dir")
+
+    def then(change):
+        def patched(self, *args, **kwargs):
+            train(self, *args, **kwargs)
+            change()
+
+        monkeypatch.setattr(finetune_trainer.FinetuneTrainer, "train", patched)
+
+    then(lambda: own.write_text(text.replace("adam_beta1: 0.9", "adam_beta1: 0.5")))
+    finetune_glue.main([*argv, str(tmp_path / "preset")])
+    first, second = (tmp_path / "preset" / f"lr0.001-batch8-seed{seed}/run_record.json" for seed in (1, 2))
+    assert "adam_beta1 was" not in str(
+        durable.differences(*(durable.read_json(p)["fingerprint"] for p in (first, second)))
+    )
+    stored = load_file(start := f"{model_dir}/model.safetensors")
+    then(lambda: save_file({name: weight + 1 for name, weight in stored.items()}, start, {"format": "pt"}))
+    with pytest.raises(InputError, match=r"model_name_or_path=.* has changed since this command read it: "):
+        finetune_glue.main([*argv, str(tmp_path / "model")])
+    with pytest.raises(InputError, match=r"seed1 has a run with other settings: weights was "):
+        finetune_glue.main([*argv, str(tmp_path / "model")])
 
 
 def test_the_best_epoch_is_kept_and_of_equal_ones_the_first(flags, tmp_path, monkeypatch):

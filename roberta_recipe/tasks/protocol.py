@@ -164,12 +164,15 @@ def run_all(
         durable.lock(folder)
         for path in (folder, *(run.output_dir for run in runs)):
             durable.remove_stale(path)
+    filled = []  # read now, as the preset may be edited while the first runs train
+    for run in runs:
+        flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch]
+        flags += ["--seed", run.seed, "--seeds", run.seed, "--output_dir", run.output_dir, *extra_flags]
+        filled.append(read([*argv, *map(str, flags)]))  # of a repeated flag, the last counts
     results: list[records.FinetuneRecord] = []
     upload: futures.Future | None = None
     for number, run in enumerate(runs, 1):
-        flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch]
-        flags += ["--seed", run.seed, "--seeds", run.seed, "--output_dir", run.output_dir, *extra_flags]
-        (args, training_args), resolved = read([*argv, *map(str, flags)])  # of a repeated flag, the last counts
+        (args, training_args), resolved = filled[number - 1]
         at_most, processes = training_args.per_device_train_batch_size, training_args.world_size
         micro_batch = batch.largest_micro_batch(run.batch, at_most, processes)
         arguments.derive(args, training_args, weights.read_config(args.model_name_or_path), micro_batch)
@@ -230,6 +233,9 @@ def finetune(
     logger.info(f"{'Predict' if record else 'Run':<12}seed {run.seed}: {run.output_dir}")
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()
+    if weights.content_hash(start := args.model_name_or_path) != job.inputs["weights"]:
+        fix = "start again in another output_dir, once the model is finished"
+        raise InputError(f"model_name_or_path={start} has changed since this command read it: {fix}")
     attention.set_up(model, training_args)
     trainer = FinetuneTrainer(
         model=model,
