@@ -159,7 +159,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_cooldown(args, training_args)
     pretraining.derive(args, training_args)
     launch_checks.check_deepspeed(training_args)
-    output_folder.prepare(training_args, extend=args.resume_despite_changes)
+    output_folder.prepare(training_args, args.resume_despite_changes, args.token_cache)
 
 
 def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:

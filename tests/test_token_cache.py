@@ -30,9 +30,11 @@ from roberta_recipe.data.corpus import Source
 from roberta_recipe.data.documents import documents, text_hash
 from roberta_recipe.data.stream import TrainBlocks, blocks_at, count_table, validation_blocks
 from roberta_recipe.data.token_cache import TokenCache
-from roberta_recipe.errors import InputError, exit_on_error
+from roberta_recipe.errors import InputError, RunError, exit_on_error
+from roberta_recipe.publishing import hub
 from roberta_recipe.record import LISTS_NAME
 from roberta_recipe.settings import dump_yaml, load_yaml
+from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.processes import end_together, first_process_first
 from tools import estimate
 
@@ -281,6 +283,22 @@ def test_damage_that_a_data_worker_finds_is_one_line(corpus, built, capsys):
         exit_on_error(lambda: list(itertools.islice(loader, 10)))
     lines = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {folder}/")
+
+
+@pytest.mark.parametrize(("cache", "run"), [("run", "run"), ("run/a/tokens", "run"), ("tokens", "tokens/run")])
+def test_a_cache_and_a_run_within_each_other(preset, tmp_path, monkeypatch, cache, run):
+    """Killed before its first checkpoint and finished, a run keeps the cache, and does not publish it."""
+    flags = ["--token_cache", tmp_path / cache, "--output_dir", tmp_path / run]
+    flags += ["--save_strategy", "steps", "--save_steps", 1, "--save_total_limit", 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(MlmTrainer, "train", mock.Mock(side_effect=RunError("killed")))
+        with pytest.raises(RunError, match="killed"):
+            train(preset, *flags)
+    before = {path: path.read_bytes() for path in (tmp_path / cache / "train_file").iterdir()}
+    assert train(preset, *flags)["steps"] == 4
+    assert {path: path.read_bytes() for path in before} == before and len(before) == 4
+    published = {path.name for path in hub.prepare("me/small", tmp_path / run).iterdir()}
+    assert "model.safetensors" in published and not published & {"fingerprint.json", "train_file", "a"}
 
 
 # Several packers
