@@ -326,8 +326,8 @@ def check_mapping(
     hints = {}
     for cls in dataclass_types:
         annotations = typing.get_type_hints(cls, include_extras=True)
-        fields = [field.name for field in dataclasses.fields(cls) if field.init and field.name not in without]
-        hints.update({name: annotations[name] for name in fields})
+        names = (field.name for field in dataclasses.fields(cls) if field.init and field.name not in without)
+        hints |= {name: annotations[name] for name in names}
     checked = {}
     for key, value in values.items():
         if key not in hints:

@@ -86,7 +86,7 @@ def test_files_that_change_between_two_seeds(flags, model_dir, tmp_path, monkeyp
     )
     stored = load_file(start := f"{model_dir}/model.safetensors")
     then(lambda: save_file({name: weight + 1 for name, weight in stored.items()}, start, {"format": "pt"}))
-    with pytest.raises(InputError, match=r"model_name_or_path=.* has changed since this command read it: "):
+    with pytest.raises(InputError, match=r"model_name_or_path=.* has changed since this command began: "):
         finetune_glue.main([*argv, str(tmp_path / "model")])
     with pytest.raises(InputError, match=r"seed1 has a run with other settings: weights was "):
         finetune_glue.main([*argv, str(tmp_path / "model")])

@@ -190,7 +190,7 @@ def test_ranks_with_different_settings_are_refused(preset, tmp_path):
     flags = ["--per_device_train_batch_size", 4, "--learning_rate"]
     ranks = forked_ranks(lambda rank: train(preset, *flags, ("1e-3", "2e-3")[rank]), tmp_path)
     assert [rank.end() for rank in ranks] == [2, 2], ranks[0].log
-    said = "the processes were started with different settings: learning_rate=0.001 on rank 0, 0.002 on rank 1; "
+    said = "processes have different settings: learning_rate=0.001 on rank 0, 0.002 on rank 1; "
     assert said in ranks[0].log and "Traceback" not in ranks[0].log + ranks[1].log
 
 

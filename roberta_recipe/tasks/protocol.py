@@ -234,8 +234,7 @@ def finetune(
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint)
     model = job.build_model()
     if weights.content_hash(start := args.model_name_or_path) != job.inputs["weights"]:
-        fix = "start again in another output_dir, once the model is finished"
-        raise InputError(f"model_name_or_path={start} has changed since this command read it: {fix}")
+        raise InputError(f"model_name_or_path={start} has changed since this command began: name another output_dir")
     attention.set_up(model, training_args)
     trainer = FinetuneTrainer(
         model=model,

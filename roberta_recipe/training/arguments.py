@@ -92,9 +92,7 @@ class RecipeTrainingArguments(TrainingArguments):
         "adamw_torch_fused", " ".join(f"{name}: {optimizers.TABLE[name].help}." for name in optimizers.custom_names())
     )
     optim_args: str | None = setting(None, "name=value,name=value: further arguments of the optimizer.")
-    lr_scheduler_type: SchedulerType | str = setting(
-        "linear", "Any schedule except reduce_lr_on_plateau and greedy, which need evaluations."
-    )
+    lr_scheduler_type: SchedulerType | str = setting("linear", "Any schedule but reduce_lr_on_plateau and greedy.")
     adam_beta2: float = setting(0.98, "Table 9, and fairseq's fine-tuning; Trainer has 0.999.")
     adam_epsilon: float = setting(1e-6, "Table 9, and fairseq's fine-tuning; Trainer has 1e-8.")
     max_grad_norm: float = setting(0.0, "Table 9, and fairseq's fine-tuning: no clipping; Trainer has 1.0.")
@@ -184,14 +182,10 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         "Passes over the text, in place of max_steps. Without a token cache, the text is packed once more, to count.",
         "start",
     )
-    weight_decay: float = setting(
-        0.01, "Table 9; Trainer has 0. Biases and LayerNorm are not decayed (in fairseq they are)."
-    )
+    weight_decay: float = setting(0.01, "Table 9; Trainer has 0. None for biases and LayerNorm (fairseq: all).")
     eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
     save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
-    ddp_find_unused_parameters: bool | None = setting(
-        False, "True for models with weights that no step uses, such as Longformer's or BigBird's."
-    )
+    ddp_find_unused_parameters: bool | None = setting(False, "True if no step uses some weights (Longformer).")
     ignore_data_skip: bool = setting(True, "A resumed run starts reading at the checkpoint's position.")
     accelerator_config: dict | str | None = setting(
         {"dispatch_batches": False, "even_batches": False},
@@ -311,9 +305,7 @@ class ModelArguments:
         "default: mini.",
         "start",
     )
-    config_name: str | None = setting(
-        None, "Model config for fresh weights: a JSON file, a folder or a Hub id.", "content"
-    )
+    config_name: str | None = setting(None, "Config for fresh weights: a JSON file, folder or Hub id.", "content")
     config_overrides: str | None = setting(
         None, "Changes to config_name: embedding_size=128,shared_parameters=attention.", "content"
     )
@@ -373,9 +365,7 @@ class MlmArguments(ModelArguments, BlockArguments, TextArguments):  # a dataclas
     blimp_dir: str | None = setting(
         None, "Folder of BLiMP's *.jsonl: each evaluation scores the first 100 pairs of each paradigm too.", "free"
     )
-    resume_despite_changes: bool = setting(
-        False, "Resume from a checkpoint although data, batch, learning rate or the like have changed.", "start"
-    )
+    resume_despite_changes: bool = setting(False, "Resume although data, batch or learning rate changed.", "start")
     fill_mask_examples: list[str] | None = setting(None, "Sentences with <mask> to complete at the end.", "free")
 
 
@@ -398,9 +388,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
     save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
     # None, not 0: fingerprints of older runs lack this flag
-    label_smoothing_factor: float | None = setting(
-        None, "Classification: share of a target that is spread over all classes."
-    )
+    label_smoothing_factor: float | None = setting(None, "Classification: share of a target for all classes alike.")
     data_seed: int | None = setting(None, "Seed of the order of the examples; default: each run's seed.")
 
     def __post_init__(self):
@@ -426,8 +414,6 @@ class FinetuneArguments:
         None, "Examples (SQuAD: windows) per optimizer step; gradient accumulation is derived.", "fixed", shown=True
     )
     seeds: list[int] = setting([1, 2, 3, 4, 5], "Seeds, one run each.", "free")
-    random_weights: bool = setting(
-        False, "Fine-tune the checkpoint's architecture from fresh weights.", "fixed", shown=True
-    )
+    random_weights: bool = setting(False, "Fine-tune the architecture from fresh weights.", "fixed", shown=True)
     max_train_samples: int | None = setting(None, "Train on the first N examples only.", "fixed", shown=True)
     keep: Literal["best", "all", "none"] = setting("best", "Which runs keep weights on disk.", "free")

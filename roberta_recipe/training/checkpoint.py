@@ -74,9 +74,7 @@ def resume(
     for rank, other in enumerate(others, 1):
         if names := durable.differences(first, other):
             each = "; ".join(f"{key}={first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in names)
-            raise InputError(
-                f"the processes were started with different settings: {each}; use one command on each machine"
-            )
+            raise InputError(f"processes have different settings: {each}; use one command on each machine")
     path = on_first_process(args, lambda: _find(args.output_dir, args.resume_from_checkpoint))
     return path, path and load_state(path, fingerprint, layout(args), despite_changes, data_keys)
 
