@@ -223,6 +223,19 @@ def test_a_pushed_checkpoint_replaces_the_last_one(server, tmp_path):
     assert [name for name in files if "optim" in name] == ["last-checkpoint/global_step4/optim_states.pt"]
 
 
+def test_a_run_that_its_time_limit_ends_keeps_its_last_checkpoint_on_the_hub(server, preset, tmp_path):
+    """A finished run has none."""
+    push = ["--push_to_hub", "true", "--hub_model_id", "me/small", "--hub_strategy", "checkpoint"]
+    train(preset, *push, "--max_train_minutes", 1e-6)
+    files = server.repositories["me/small"]["main"]
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "run" / "checkpoint-1").iterdir()}
+    on_hub = {name: data for name, data in files.items() if name.startswith("last-checkpoint/")}
+    assert on_hub == {f"last-checkpoint/{name}": data for name, data in saved.items()} and "run_record.json" in files
+    push_tool.main(["--model", str(tmp_path / "run"), "--repo", "me/small"])
+    assert on_hub.items() <= files.items()
+    assert train(preset, *push)["resumes"] == 1 and not on_hub.keys() & files.keys()
+
+
 def test_a_local_start_is_not_published_as_a_model_of_the_hub(server, preset, model_dir, tmp_path, monkeypatch):
     """Neither from another folder, where its relative path is none."""
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ from roberta_recipe.input_files import explained
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.publishing import blimp_table, card
-from roberta_recipe.training.checkpoint import hash_of_weights, newest_first
+from roberta_recipe.training.checkpoint import hash_of_weights, newest_first, step_of
 
 RETRY_AFTER_S = (2, 8, 30)  # huggingface_hub itself retries uploads only
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
@@ -67,11 +67,14 @@ class Publisher:
     def push(
         self, folder: Path, message: str, results: Sequence[Path] = (), replace: bool = False, **metadata: Any
     ) -> None:
-        """Upload the finished run in `folder`; `replace` deletes the repository's other files. Raises `InputError` and
-        `RunError`."""
+        """Upload the finished run in `folder`; `replace` deletes the repository's other files. A run that its time
+        limit ended keeps its last checkpoint there, by `strategy`. Raises `InputError` and `RunError`."""
         self.wait()
         published = prepare(self.repo, folder, results, revision=self.revision, **{_RUN_ID: self.run_id}, **metadata)
-        old = "*" if replace else f"{_LAST}/*"
+        ended = durable.read_json(published / records.RECORD_NAME).get("stopped_by") == records.TIME_LIMIT
+        if ended and (checkpoints := newest_first(folder)):  # the same command continues
+            self.push_checkpoint(checkpoints[0], step_of(checkpoints[0]))
+        old = "*" if replace else None if ended else f"{_LAST}/*"
         _with_retries(lambda: self._upload(published, message, delete_patterns=old).result(), self.repo)
         logger.info(f"Pushed      {self.api.endpoint}/{self.repo}")
 
