@@ -170,13 +170,21 @@ def test_torchrun_starts_a_run_again_after_a_spike(tmp_path, spiky, monkeypatch)
     assert record["skipped_blocks"] == [[48, 64]] and record["resumes"] == 1 and record["steps"] == 12
 
 
-def test_other_data_keep_no_spikes(preset, poisoned):
-    """Skipped positions refer to the old data."""
+def test_other_data_keep_no_spikes(preset, tmp_path, poisoned):
+    """Skipped positions refer to the old data, also for a later start on the new data; those of the new data count
+    before its first checkpoint."""
     poisoned.add(60)
     flags = [*SAVING, "--rewind_on_spike", 20]
     assert train_through(preset, *flags)[0]["skipped_blocks"] == [[48, 64]]
-    more = ["--max_steps", 14, "--data_seed", 7, "--resume_despite_changes"]
+    poisoned.clear()
+    more = ["--max_steps", 18, "--data_seed", 7, "--resume_despite_changes"]
     assert train(preset, *flags, *more)["skipped_blocks"] == []
+    for name in ("run_record.json", "checkpoint-18/manifest.json"):
+        (tmp_path / "run" / name).unlink()
+    assert train(preset, *flags, *more)["skipped_blocks"] == []
+    poisoned.add(12)  # the second step on other data again, before a checkpoint
+    record, messages = train_through(preset, *flags, "--max_steps", 22, "--data_seed", 8, "--resume_despite_changes")
+    assert record["skipped_blocks"] == [[0, 16]] and len(messages) == 1
 
 
 def test_a_spike_before_the_first_checkpoint_sends_the_run_to_its_beginning(preset, tmp_path, poisoned):
@@ -224,7 +232,7 @@ def test_what_is_called_a_spike():
 def test_a_damaged_list_of_blocks_is_refused(tmp_path):
     path = tmp_path / SKIPPED_NAME
     durable.write_sealed(path, {"returns": [{"step": 8, "loss": 9.0, "blocks": [[48, 64]]}]})
-    assert stopping.read_skipped(tmp_path) == [range(48, 64)]
+    assert stopping.read_skipped(tmp_path, {}) == [range(48, 64)]
     path.write_text(path.read_text().replace("64", "65"))
     with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(.*its content does not match"):
-        stopping.read_skipped(tmp_path)
+        stopping.read_skipped(tmp_path, {})

@@ -378,10 +378,10 @@ def mask_validation(
 
 
 def skipped_blocks(
-    args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None
+    args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None, data: dict[str, Any]
 ) -> order.Skipped:
-    """The positions that this run skips: those of the checkpoint, of loss spikes, and of `skip_blocks`. Raises
-    `InputError` if the checkpoint was trained on some of `skip_blocks`."""
+    """The positions that this run skips: those of the checkpoint, of loss spikes on the same `data` (part of the
+    fingerprint), and of `skip_blocks`. Raises `InputError` if the checkpoint was trained on some of `skip_blocks`."""
     resumed = resumed or {}
     before = order.union(range(*part) for part in resumed.get("skipped_blocks", []))
     position, named = resumed.get("position", 0), order.read_ranges(args.skip_blocks or [])
@@ -390,9 +390,7 @@ def skipped_blocks(
             f"skip_blocks: the checkpoint, at block {position:,}, was trained on {order.in_words(consumed)}: move "
             "away the checkpoints that were written after these blocks"
         )
-    # if the data have changed, the positions of spikes are different blocks
-    since_spikes = [] if resumed.get("data_changed") else stopping.read_skipped(training_args.output_dir)
-    return order.union([*before, *named, *since_spikes])
+    return order.union([*before, *named, *stopping.read_skipped(training_args.output_dir, data)])
 
 
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:

@@ -186,9 +186,10 @@ def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
     return len(window) >= MIN_LOSSES and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
 
 
-def read_skipped(output_dir: str | Path) -> Skipped:
-    """The blocks that a run skips because of earlier loss spikes."""
-    return union(range(*part) for entry in _read_spikes(output_dir) for part in entry["blocks"])
+def read_skipped(output_dir: str | Path, data: dict[str, Any]) -> Skipped:
+    """The blocks that a run on `data` (part of the fingerprint) skips because of loss spikes on the same data."""
+    spikes = [entry for entry in _read_spikes(output_dir) if data.items() <= entry.get("fingerprint", data).items()]
+    return union(range(*part) for entry in spikes for part in entry["blocks"])
 
 
 def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
@@ -212,7 +213,8 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
             f"longer warm-up in a new output_dir, or move newer checkpoints away to rewind further. {trainer.last_good}"
         )
     blocks = trainer.last_blocks(min(STEPS_OF_SPIKE, step - saved_step))  # the checkpoint was trained on earlier ones
-    entry = {"step": step, "loss": finite(loss), "blocks": [[part.start, part.stop] for part in blocks]}
+    positions = [[part.start, part.stop] for part in blocks]
+    entry = {"step": step, "loss": finite(loss), "blocks": positions, "fingerprint": trainer.fingerprint}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*spikes, entry]})
     what += f"; the next start leaves out blocks {in_words(blocks)}"
     return Stopped(f"stopped by {by}: {what}. {trainer.last_good} {resume_hint()}", by)
