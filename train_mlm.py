@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     collator = pretraining.build_collator(args, training_args, tokenizer)
     validation = pretraining.validation_blocks(args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
-    blocks = build_blocks(args, training_args, reader, resumed, {name: fingerprint[name] for name in data_keys})
+    blocks = build_blocks(args, training_args, reader, resumed)
 
     # 4. Train.
     trainer = MlmTrainer(
@@ -223,20 +223,16 @@ def check_examples(args: MlmArguments, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def build_blocks(
-    args: MlmArguments,
-    training_args: MlmTrainingArguments,
-    reader: Reader,
-    resumed: dict[str, Any] | None,
-    data: dict[str, Any],
+    args: MlmArguments, training_args: MlmTrainingArguments, reader: Reader, resumed: dict[str, Any] | None
 ) -> TrainBlocks:
-    """This process's training blocks, beginning at the checkpoint's position; `data`: part of the fingerprint."""
+    """This process's training blocks, beginning at the checkpoint's position."""
     return TrainBlocks(
         reader,
         batch_size=args.global_batch_size // training_args.world_size,
         processes=training_args.world_size,
         process=training_args.process_index,
         start=resumed["position"] if resumed else 0,
-        skipped=pretraining.skipped_blocks(args, training_args, resumed, data),
+        skipped=pretraining.skipped_blocks(args, training_args, resumed, reader),
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )

@@ -232,7 +232,7 @@ def test_what_is_called_a_spike():
 def test_a_damaged_list_of_blocks_is_refused(tmp_path):
     path = tmp_path / SKIPPED_NAME
     durable.write_sealed(path, {"returns": [{"step": 8, "loss": 9.0, "blocks": [[48, 64]]}]})
-    assert stopping.read_skipped(tmp_path, {}) == [range(48, 64)]
+    assert [spike["blocks"] for spike in stopping.read_spikes(tmp_path)] == [[[48, 64]]]
     path.write_text(path.read_text().replace("64", "65"))
     with pytest.raises(InputError, match=r"skipped_blocks.json cannot be used \(.*its content does not match"):
-        stopping.read_skipped(tmp_path, {})
+        stopping.read_spikes(tmp_path)

@@ -78,15 +78,15 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if hashes := args.token_cache or folder:
         corpus = hash_files(corpus, cache_folder=hashes)
     reader = build_reader(folder, args, training_args, corpus, tokenizer)
-    data = pretraining.data_fingerprint(training_args, reader) if folder else {}
     if folder:
+        data = pretraining.data_fingerprint(training_args, reader)
         check_settings(folder, known, {**flags.fixed_values(args), **data})
     check_positions(folder, args.global_batch_size, states)
     left_out = {"skipped_blocks": [part for entry in known for part in entry["skipped_blocks"]]}
     blocks = TrainBlocks(
         reader,
         batch_size=args.global_batch_size,
-        skipped=pretraining.skipped_blocks(args, training_args, left_out, data),
+        skipped=pretraining.skipped_blocks(args, training_args, left_out, reader),
         limit=args.max_train_samples,
     )
     collator = pretraining.build_collator(args, training_args, tokenizer)

@@ -26,7 +26,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import attention, initialization, masked_lm, objectives, weights
 from roberta_recipe.record import SourceMetrics
-from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, value_of
+from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, value_of, values_of
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
@@ -378,10 +378,10 @@ def mask_validation(
 
 
 def skipped_blocks(
-    args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None, data: dict[str, Any]
+    args: MlmArguments, training_args: MlmTrainingArguments, resumed: dict[str, Any] | None, reader: Reader
 ) -> order.Skipped:
-    """The positions that this run skips: those of the checkpoint, of loss spikes on the same `data` (part of the
-    fingerprint), and of `skip_blocks`. Raises `InputError` if the checkpoint was trained on some of `skip_blocks`."""
+    """The positions that this run skips: those of the checkpoint, of loss spikes on the same data, and of
+    `skip_blocks`. Raises `InputError` if the checkpoint was trained on some of `skip_blocks`."""
     resumed = resumed or {}
     before = order.union(range(*part) for part in resumed.get("skipped_blocks", []))
     position, named = resumed.get("position", 0), order.read_ranges(args.skip_blocks or [])
@@ -390,7 +390,10 @@ def skipped_blocks(
             f"skip_blocks: the checkpoint, at block {position:,}, was trained on {order.in_words(consumed)}: move "
             "away the checkpoints that were written after these blocks"
         )
-    return order.union([*before, *named, *stopping.read_skipped(training_args.output_dir, data)])
+    spikes = stopping.read_spikes(training_args.output_dir)
+    data = {**values_of(args, "data"), **data_fingerprint(training_args, reader)} if spikes else {}
+    spikes = [spike for spike in spikes if data.items() <= spike.get("fingerprint", data).items()]
+    return order.union([*before, *named, *(range(*part) for spike in spikes for part in spike["blocks"])])
 
 
 def print_validation(metrics: dict[str, float], entropy: float, by_source: dict[str, SourceMetrics]) -> None:

@@ -23,7 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from roberta_recipe import durable
-from roberta_recipe.data.order import Skipped, in_words, union
+from roberta_recipe.data.order import in_words
 from roberta_recipe.errors import RunError, Stopped, first_line, lost_message
 from roberta_recipe.hardware import is_out_of_memory, lost_process
 from roberta_recipe.input_files import explained
@@ -186,13 +186,7 @@ def is_spike(loss: float, before: Iterable[float], deviations: float) -> bool:
     return len(window) >= MIN_LOSSES and loss > statistics.fmean(window) + deviations * statistics.pstdev(window)
 
 
-def read_skipped(output_dir: str | Path, data: dict[str, Any]) -> Skipped:
-    """The blocks that a run on `data` (part of the fingerprint) skips because of loss spikes on the same data."""
-    spikes = [entry for entry in _read_spikes(output_dir) if data.items() <= entry.get("fingerprint", data).items()]
-    return union(range(*part) for entry in spikes for part in entry["blocks"])
-
-
-def _read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
+def read_spikes(output_dir: str | Path) -> list[dict[str, Any]]:
     """The loss spikes recorded in the run's folder. Raises `InputError` for a damaged file."""
     path = Path(output_dir, SKIPPED_NAME)
     fix = ": it lists the blocks that this run skips; move it away, and name them with --skip_blocks"
@@ -204,7 +198,7 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     """Record a spike in the last step, so that the next start skips its blocks; returns the error that ends this start,
     with the exit code of `by`."""
     output_dir, step = trainer.args.output_dir, trainer.state.global_step
-    spikes, saved = _read_spikes(output_dir), newest_first(output_dir, step - 1)
+    spikes, saved = read_spikes(output_dir), newest_first(output_dir, step - 1)
     saved_step = step_of(saved[0]) if saved else 0
     what = f"the loss of step {step:,} is {loss:.3f}, a spike"
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
