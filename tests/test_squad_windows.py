@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import random
 
 import numpy as np
@@ -51,6 +52,14 @@ def test_an_answer_at_a_border_of_the_context_may_end_in_a_dropped_character(wor
         (offsets,), (feature,) = made.offsets, made.features
         text = context[offsets[feature["start_positions"], 0] : offsets[feature["end_positions"], 1]]
         assert feature["labels"] == 1 and text == answer.strip("\u0301\u200b\u200e\ufe0f")
+
+
+def test_a_question_longer_than_the_model_is_truncated_without_a_warning(wordpiece, monkeypatch, caplog):
+    own = copy.deepcopy(wordpiece)
+    own.model_max_length = 32
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    made = squad.make_windows([squad.SquadExample("x", "Where? " * 40, "By the sea.", ())], own, 32, 4, 8)
+    assert made.questions_cut == 1 and not caplog.records
 
 
 def test_windows_of_a_long_context_share_doc_stride_and_miss_nothing(wordpiece):

@@ -128,7 +128,7 @@ def make_windows(
 
 def _truncate_questions(texts: list[str], tokenizer, at_most: int) -> tuple[list[str], int]:
     """(texts of at most `at_most` tokens, number of truncated texts)."""
-    plain = {"add_special_tokens": False, "return_offsets_mapping": True}
+    plain = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     short, cut = list(texts), 0
     for number, offsets in enumerate(tokenizer(texts, **plain)["offset_mapping"]):
         cut += len(offsets) > at_most
