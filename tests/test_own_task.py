@@ -224,6 +224,8 @@ BAD = {
     "new label in a list": (
         "t.jsonl", '{"text": "a", "label": ["x"]}\n', ["--validation_file", "v.csv"], "v.csv, row 1: label is 'z', none"
     ),
+    "columns of pandas": ("t.json", '{"text":{"0":"a","1":"b"},"label":{"0":0,"1":1}}', [], "columns, not rows: in pa"),
+    "object": ("t.jsonl", '{"text": "a", "label": {"x": 1}}', [], "row 1: label is .* each row has one label: a str"),
     "same name": ("t.csv", "text,label,label\na,x,y\n", [], "t.csv has several columns 'label': rename or remove"),
     "semicolons": ("t.csv", "text;label\na, b;x\n", [], "t.csv: the header has ';': save it with commas"),
     "quotes and semicolons": ("t.csv", '"text";"label"\n"a, b";"x"\n', [], "t.csv: the header has ';': save it with"),

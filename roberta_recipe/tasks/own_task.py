@@ -114,8 +114,7 @@ def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict:
     `InputError` if it is missing, or a split is empty."""
     splits = ("train", "validation", "test") if do_predict else ("train", "validation")
     if args.train_file:
-        files = {split: getattr(args, f"{split}_file") for split in splits}
-        tables = {split: (file, read(file)) for split, file in files.items() if file}
+        tables = {split: (file, read(file)) for split in splits if (file := getattr(args, f"{split}_file"))}
     else:
         tables = _of_hub(args, splits)
     if do_predict and "test" not in tables:
@@ -162,6 +161,8 @@ def read_table(path: str) -> Rows:
             return _delimited(path, text)
         if kind == ".tsv":  # as GLUE's: a tab ends a column, a line end a row
             return _delimited(path, text, delimiter="\t", quoting=csv.QUOTE_NONE)
+        if re.match(r'\s*{"[^"]*":\s*{"0":', text):
+            raise InputError(f"{path} has columns, not rows: in pandas, use to_json(FILE, orient='records')")
         if text.lstrip().startswith("["):
             return [dict(row) for row in parse_json(text, path)]
         lines = enumerate(text.split("\n"), 1)
@@ -259,7 +260,7 @@ def _fault(value: Any, has_lists: bool) -> str:
         is_good = isinstance(value, list) and all(map(is_label, value))
         return "" if is_good else "not a list of words or whole numbers (other rows have lists)"
     if not isinstance(value, str | int | float | None):
-        return "and a row has a single label, a word or a number"
+        return "and each row has one label: a string, an integer or a float"
     if isinstance(number := _number(value), float):
         return "" if math.isfinite(number) else "which means a missing label: remove the row, or rename the class"
     if isinstance(value, str) and not is_label(value):
