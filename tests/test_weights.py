@@ -190,7 +190,7 @@ def configured(old, new):
     [
         (without_a_layer, r"has no weights for roberta.encoder.layer.1.\S+ and 15 others"),
         (with_a_nan, f"has NaN or infinity in {LAYER}: it is damaged"),
-        (as_a_pickle, r"no weights to load at .*no file named model.safetensors"),
+        (as_a_pickle, r"no weights to load at .*no file named model.safetensors .*; rewrite a .bin with from"),
         (
             configured('layers": 2', 'layers": 1'),
             r"has no place for the weights roberta.encoder.layer.1.\S+ and",

@@ -141,7 +141,7 @@ def load(
     where, verbosity = f"{MODEL_ARGUMENT}={name!r}", transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report on missing weights
     try:
-        with explained(f"no weights to load at {where}, in safetensors"):
+        with explained(f"no weights to load at {where}", "; rewrite a .bin with from_pretrained and save_pretrained"):
             model, info = cls.from_pretrained(
                 path_or_hub_id(name),
                 config=config,
