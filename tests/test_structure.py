@@ -73,7 +73,7 @@ def closure(script: str) -> set[Path]:
         ("finetune_glue.py", 50, 8_470),
         ("finetune_squad.py", 47, 7_615),
         ("finetune_race.py", 44, 7_070),
-        ("finetune_ner.py", 47, 7_725),
+        ("finetune_ner.py", 47, 7_726),
     ],
 )
 def test_a_script_imports_at_most_so_many_files_and_lines(script, files, lines):
