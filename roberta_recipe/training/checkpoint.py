@@ -137,7 +137,7 @@ def load_state(
     despite_changes: bool | None = None,
     data_keys: Container[str] = (),
 ) -> dict[str, Any]:
-    """The `recipe_state.json` of a checkpoint, plus "changed" (names of changed settings) and "data_changed" (bool).
+    """The `recipe_state.json` of a checkpoint, plus "changed" (names of changed settings).
 
     Raises `InputError` if the fingerprint has changed, unless `despite_changes` (None: the script has no such flag).
     With `despite_changes`, a change of one of `data_keys` (settings of the order of blocks) restarts the data.
@@ -169,10 +169,9 @@ def load_state(
             f"Resuming in another layout ({'; '.join(other_layout.values())}): examples and mathematics are the same, "
             "rounding and dropout draws differ"
         )
-    data_changed = any(name in data_keys for name in changed)
-    if data_changed:
+    if any(name in data_keys for name in changed):
         state |= {"position": 0, "skipped_blocks": []}
-    return {**state, "changed": list(changed), "data_changed": data_changed}
+    return {**state, "changed": list(changed)}
 
 
 def state_hashes(trainer: "DurableTrainer", folder: Path) -> dict[str, str]:
