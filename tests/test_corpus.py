@@ -20,7 +20,7 @@ from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import documents as reading
 from roberta_recipe.data import token_cache
 from roberta_recipe.data.chunks import TextReader
-from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, hash_files, read_corpus, resolve
+from roberta_recipe.data.corpus import Corpus, Source, corpus_fingerprint, hash_files, in_words, read_corpus, resolve
 from roberta_recipe.data.order import blocks_by_source, interleave
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
@@ -380,6 +380,11 @@ def test_bad_corpus_presets(tmp_path, text, message):
     with pytest.raises(InputError) as error:
         read_corpus(path)
     assert message in str(error.value)
+
+
+def test_a_preset_may_name_a_source_train_file():
+    """The name that the command line gives its files; this source has none."""
+    assert in_words(Corpus("mine", [Source("train_file", builtin="docstrings")])) == "mine: train_file 100.0%"
 
 
 def test_a_preset_names_its_folder_by_a_variable(tmp_path, monkeypatch):

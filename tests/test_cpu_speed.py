@@ -1,5 +1,6 @@
 """CPU speed-ups that leave results the same: dropout, attention and its choice, bf16, memory."""
 
+import contextlib
 import os
 import runpy
 import sys
@@ -95,17 +96,31 @@ def test_blockwise_attention_is_attention(batch, heads, length, size, p, at_once
     assert bool(drawn) == bool(p)
 
 
+SMALL = {"vocab_size": 300, "pad_token_id": 1, "hidden_size": 32, "intermediate_size": 64}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.RobertaConfig(**SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0),
+        transformers.EuroBertConfig(**SMALL, num_key_value_heads=2),  # two query heads share a key
+        transformers.ModernBertConfig(**SMALL, local_attention=16),
+    ],
+    ids=lambda config: config.model_type,
+)
 def test_every_attention_gives_a_model_the_same_loss_and_gradient(config, padded):
     ids = torch.randint(5, 300, (6, 40), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids}
     if padded:
         inputs["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [3], [17], [40], [1], [39]])).long()
+        inputs["labels"] = ids.where(inputs["attention_mask"] == 1, -100)  # padding far from tokens attends to nothing
     found = {}
     attention.register()
     for name in ("sdpa", "eager", "blockwise"):
         torch.manual_seed(0)
-        model = transformers.RobertaForMaskedLM(config).train()
+        model = transformers.AutoModelForMaskedLM.from_config(config).train()
         model.set_attn_implementation(name)
         cpu_kernels.use_fast_dropout(model)
         loss = model(**inputs).loss
@@ -127,6 +142,10 @@ def test_the_fastest_attention_is_chosen(tmp_path, config, half, dropout, name):
     config.attention_probs_dropout_prob = dropout
     assert attention.choose(config, arguments(tmp_path, bf16=half)) == name
     assert attention.choose(config, arguments(tmp_path, attn_implementation="eager")) == "eager"
+    distilbert = transformers.DistilBertConfig(attention_dropout=dropout)  # another name for it
+    assert attention.choose(distilbert, arguments(tmp_path, bf16=half)) == name
+    with pytest.raises(InputError, match="flex_attention: it has no dropout") if dropout else contextlib.nullcontext():
+        attention.choose(distilbert, arguments(tmp_path, attn_implementation="flex_attention"))
     assert attention.choose(transformers.DebertaV2Config(), arguments(tmp_path)) == "eager"  # its own
     with pytest.raises(InputError, match="attn_implementation=blockwise: 'deberta-v2' models have their own attention"):
         attention.choose(transformers.DebertaV2Config(), arguments(tmp_path, attn_implementation="blockwise"))

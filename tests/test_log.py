@@ -63,6 +63,12 @@ def test_the_eta_of_several_runs_has_them_all(monkeypatch):
         assert line._line(state, {"loss": 1.0, "learning_rate": 1e-3}).rpartition("  ")[2] == said
 
 
+def test_a_count_in_a_line_has_all_its_digits():
+    line, state = progress.Progress(), types.SimpleNamespace(global_step=5, max_steps=10)
+    shown = line._line(state, {"eval_f1": 0.81234, "eval_total": 11873, "eval_loss": 0.5})
+    assert shown == "step 5/10  validation  f1 0.8123  total 11,873  loss 0.5"
+
+
 def test_a_warning_of_slow_tokenization_has_a_command_that_packs(preset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mlm_trainer, "_TOKENIZED_PER_CORE", 1e-3)
     train_mlm.main(["--config", preset])

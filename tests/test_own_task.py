@@ -18,6 +18,7 @@ from roberta_recipe import durable, log
 from roberta_recipe.errors import InputError
 from roberta_recipe.publishing import card
 from roberta_recipe.tasks import glue_scores, own_task
+from roberta_recipe.training import batch
 
 STARS = ["1", "2", "10"]
 CSV = "review,stars\n" + "".join(f'"{word}, ""so""\nit {n}",{STARS[n % 3]}\n' for n, word in enumerate(SUBJECTS * 5))
@@ -327,6 +328,8 @@ def test_a_micro_batch_above_the_presets_batch_names_both_and_the_fix():
     words = ["--task_name", "mrpc", "--per_device_train_batch_size", "32", "--use_cpu"]
     with pytest.raises(InputError, match=r"=32 is more than global_batch_size=16: .* --global_batch_size 32"):
         finetune_glue.main(words)
+    with pytest.raises(InputError, match="per_device_train_batch_size=0 must be at least 1"):
+        batch.largest_micro_batch(16, 0, 1)
 
 
 def test_multi_label_f1_is_scikit_learns():

@@ -20,7 +20,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     # False: the architecture has its own attention code
     is_pluggable = getattr(MODEL_MAPPING.get(type(config), None), "_supports_attention_backend", False)
     named, half = args.attn_implementation, args.bf16 or args.fp16
-    dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
+    dropout = getattr(config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0))
     if not named:
         if not is_pluggable:
             return "eager"
@@ -44,7 +44,7 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
     elif named == VARLEN and config.model_type not in MULTI_SEQUENCE_MODELS:
         reason = f"a {config.model_type!r} model has no position ids for several sequences in one row"
     elif named in ("flex_attention", VARLEN) and dropout:
-        reason = f"it has no dropout, and the model has attention_probs_dropout_prob={dropout} (0 in the config)"
+        reason = f"it has no dropout, and the model's attention has a dropout of {dropout} (0 in the config)"
     if reason:
         raise InputError(f"attn_implementation={named}: {reason}; use sdpa or eager, or leave it out")
     return named

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import repeat_kv
 
 BLOCKWISE = "blockwise"  # as `attn_implementation`
 _WEIGHTS_AT_ONCE = 1 << 19  # attention weights in cache: 2 MiB in fp32
@@ -120,7 +121,8 @@ def blockwise_attention(
     """
     batch, heads, length, size = query.shape
     scaling = size**-0.5 if scaling is None else scaling
-    flat = [tensor.reshape(batch * heads, -1, size) for tensor in (query, key, value)]
+    # in grouped-query attention, several query heads share a key
+    flat = [repeat_kv(part, heads // part.shape[1]).reshape(batch * heads, -1, size) for part in (query, key, value)]
     bias = None
     if attention_mask is not None:
         # a padding mask is expanded over heads and queries, with strides of 0

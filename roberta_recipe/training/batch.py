@@ -48,5 +48,5 @@ def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tupl
 
 def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) -> int:
     """The largest micro-batch up to `at_most` that divides each process's share of a step."""
-    share = accumulation_steps(global_batch_size, 1, processes)
-    return max(size for size in range(1, max(min(at_most, share), 1) + 1) if share % size == 0)
+    share = accumulation_steps(global_batch_size, min(at_most, 1), processes)  # raises for 0
+    return max(size for size in range(1, min(at_most, share) + 1) if share % size == 0)

@@ -80,7 +80,7 @@ class Progress(TrainerCallback):
             return "  ".join([*items, *self._remaining(state)])
         shown = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         values = [
-            f"{name} {value:{'.1%' if name == 'blimp' else '.4g'}}"
+            f"{name} {value:{'.1%' if name == 'blimp' else ',' if isinstance(value, int) else '.4g'}}"
             for name, value in shown.items()
             if not name.endswith(_SPEED_SUFFIXES)
         ]
