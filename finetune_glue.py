@@ -518,7 +518,7 @@ def write_submission(
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
     tests = summaries.all_test_scores(chosen, job.test_hash)
-    of_validation = mean_over_runs(form, [validation_scores(run.output_dir) for run in chosen])
+    of_validation = np.mean([form.averaged(validation_scores(run.output_dir)) for run in chosen], axis=0)
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)
         print(f"ensemble    validation {task.metric} {100 * metrics[task.metric]:.1f}")
@@ -529,18 +529,13 @@ def write_submission(
     if args.task_name == "mnli":
         files["ax"] = glue.AX, glue.AX.submission["test"]
     for split, (of_task, file) in files.items():
-        scores = mean_over_runs(form, [of_run[split] for of_run in tests])
+        scores = np.mean([form.averaged(of_run[split]) for of_run in tests], axis=0)
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
         path.parent.mkdir(exist_ok=True)
         rows = (f"{number}\t{answer}\n" for number, answer in enumerate(glue.answers(of_task, predictions)))
         durable.write_text(path, "index\tprediction\n" + "".join(rows))
         print(f"submission  {path}: {counted(len(predictions), 'row')} from {counted(len(chosen), 'run')}")
-
-
-def mean_over_runs(form: TaskParts, scores: list[np.ndarray]) -> np.ndarray:
-    """The scores of an ensemble, or of a single run."""
-    return np.mean([form.averaged(array) for array in scores], axis=0)
 
 
 if __name__ == "__main__":

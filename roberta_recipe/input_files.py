@@ -51,7 +51,7 @@ def read_input_json(path: str | Path) -> Any:
 
 def parse_json(text: str, where: str) -> Any:
     """The content of a JSON text. Raises `InputError` with its location `where`."""
-    with parsing(where, "JSON"):
+    with explained(f"{where} is not JSON"):
         return json.loads(text)
 
 
@@ -65,11 +65,6 @@ def explained(what: str, fix: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(f"{what} ({type(error).__name__}: {first_line(error)}){fix}") from error
-
-
-def parsing(path: str | Path, wanted: str) -> contextlib.AbstractContextManager[None]:
-    """Context for code that parses an input file."""
-    return explained(f"{path} is not {wanted}")
 
 
 def is_text(value: Any) -> bool:

@@ -17,7 +17,7 @@ if not __package__:  # run as a script: modules come from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import parsing, resolve_path
+from roberta_recipe.input_files import explained, resolve_path
 from roberta_recipe.log import counted
 from roberta_recipe.record import LOG_NAME, PRESET_NAME, RECORD_NAME, read_record
 from roberta_recipe.settings import RecipeParser, flags_of, load_yaml
@@ -85,7 +85,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The entries of a `log.jsonl`, except for a killed run's incomplete last line; empty without the file. Raises
     `InputError`."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    with parsing(path, "the log of a run"):
+    with explained(f"{path} is not the log of a run"):
         return [{**entry, "step": int(entry["step"])} for entry in map(json.loads, lines)]
 
 

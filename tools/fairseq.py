@@ -36,7 +36,7 @@ from transformers import (
 from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
-from roberta_recipe.input_files import parsing, read_input_json, read_text
+from roberta_recipe.input_files import explained, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
 from roberta_recipe.model.weights import load, read_config, saved_for
 from roberta_recipe.settings import RecipeParser
@@ -177,7 +177,7 @@ def build_config(weights: dict[str, torch.Tensor], settings: dict[str, Any], hea
             "the checkpoint has no settings (args or cfg) for attention heads and activation: name another checkpoint"
         )
     activation = hidden_activation(settings, head)
-    with parsing("the checkpoint", "a RoBERTa of fairseq"):
+    with explained("the checkpoint is not a RoBERTa of fairseq"):
         vocab_size, hidden = weights[_TOKENS].shape
         positions = len(weights[_POSITIONS])
         inner = len(weights[f"{_BODY}layers.0.fc1.weight"])
@@ -366,9 +366,9 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if args.tokenizer_name:
         tokenizer = tokenization.load_tokenizer(args.tokenizer_name)
     else:
-        with parsing(", ".join(files), "fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
+        with explained(f"{', '.join(files)} is not fairseq's dict.txt with GPT-2's encoder.json and vocab.bpe"):
             tokenizer = read_vocabulary(*map(Path, files))
-    with parsing(args.checkpoint, "a RoBERTa of fairseq"):
+    with explained(f"{args.checkpoint} is not a RoBERTa of fairseq"):
         weights, settings = read_checkpoint(Path(args.checkpoint))
         model = to_hugging_face(weights, settings, args.head)
     if len(tokenizer) != model.config.vocab_size:

@@ -23,7 +23,7 @@ from roberta_recipe import durable
 from roberta_recipe.data.docstrings import docstring_file
 from roberta_recipe.data.file_formats import COMPRESSIONS, READERS
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.input_files import HUB_COMMIT, explained, parsing, read_input_json, resolve_path
+from roberta_recipe.input_files import HUB_COMMIT, explained, read_input_json, resolve_path
 from roberta_recipe.log import Bar, counted, log_once
 from roberta_recipe.record import HASHES_NAME, LISTS_NAME
 from roberta_recipe.settings import check_mapping, load_yaml
@@ -69,7 +69,7 @@ class Source:
         if self.dataset and not self.revision and not Path(self.dataset).exists():
             raise InputError(f"{where}: pin the dataset {self.dataset!r} with `revision:` (a commit of its repository)")
         if self.filters:
-            with parsing(f"{where}: filters={self.filters}", "a list of [column, operator, value]"):
+            with explained(f"{where}: filters={self.filters} is not a list of [column, operator, value]"):
                 pq.filters_to_expression([tuple(one) for one in self.filters])
 
 
@@ -166,7 +166,7 @@ def resolve(corpus: Corpus, token_cache: str | None = None) -> Corpus:
             raise InputError(f"source {source.name!r}: filters work on Parquet only; its files are {train[0]}")
     excluded: list[str] = []
     if corpus.leave_out:
-        with parsing(corpus.leave_out, "a file of tools/contamination.py --held_out --leave_out"):
+        with explained(f"{corpus.leave_out} is not a file of tools/contamination.py --held_out --leave_out"):
             excluded = read_input_json(resolve_path(corpus.leave_out))["documents"]
     if token_cache and len(lists) > stored:
         with contextlib.suppress(OSError):  # a full or read-only disk
@@ -219,7 +219,7 @@ def _local_paths(path: Path) -> list[str]:
     if path.is_file():
         return [str(path)]
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # of `Dataset.save_to_disk`
-        with parsing(path, "a folder of save_to_disk"):  # it may also hold caches of `map`
+        with explained(f"{path} is not a folder of save_to_disk"):  # it may also hold caches of `map`
             return [shard["filename"] for shard in datasets.load_from_disk(path).cache_files]
     if (path / "dataset_dict.json").is_file():  # of `DatasetDict.save_to_disk`
         raise InputError(f"{path} has several splits: name one, such as {path / 'train'}, and one as --validation_file")
@@ -248,7 +248,7 @@ def text_bytes(corpus: Corpus) -> int | None:
             if format != "parquet":
                 total += share * Path(path).stat().st_size
                 continue
-            with parsing(path, "a Parquet file"):
+            with explained(f"{path} is not a Parquet file"):
                 footer = pq.read_metadata(path)
             groups = map(footer.row_group, range(footer.num_row_groups))
             columns = (group.column(number) for group in groups for number in range(group.num_columns))
@@ -274,7 +274,7 @@ def in_words(corpus: Corpus) -> str:
 
 
 def _where(source: Source) -> str:
-    if source.name != TRAIN_FILE:
+    if source.name != TRAIN_FILE or not source.files:
         return source.name
     held_out = f" (held out: {' '.join(source.validation_files)})" if source.validation_files else ""
     return " ".join(source.files) + held_out

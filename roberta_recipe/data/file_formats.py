@@ -93,7 +93,7 @@ def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
     if first and first[0][1].lstrip().startswith("["):
         rows = json.loads(first[0][1] + lines.read())
         for number, row in enumerate(rows[start:], start + 1):
-            yield _checked(_value_of(row, column), f"element {number}")
+            yield _checked(row.get(column) if isinstance(row, dict) else row, f"element {number}")
         return
     for number, line in itertools.islice(itertools.chain(first, numbered), start, None):
         try:
@@ -101,11 +101,7 @@ def json_rows(stream: BinaryIO, column: str, start: int = 0) -> Iterator[Text]:
         except (ValueError, RecursionError) as error:
             yield BadRow(f"line {number} is not JSON ({error})")
         else:
-            yield _checked(_value_of(row, column), f"line {number}")
-
-
-def _value_of(row: Any, column: str) -> Any:
-    return row.get(column) if isinstance(row, dict) else row
+            yield _checked(row.get(column) if isinstance(row, dict) else row, f"line {number}")
 
 
 def _column_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: str, start: int) -> Iterator[Text]:

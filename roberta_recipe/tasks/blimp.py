@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import load_from_hub, parse_json, parsing, read_text, resolve_path
+from roberta_recipe.input_files import explained, load_from_hub, parse_json, read_text, resolve_path
 from roberta_recipe.log import counted, logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import BlimpScores
@@ -99,7 +99,7 @@ def read(data_dir: str | None, limit: int | None = None) -> Pairs:
         raise InputError(f"pairs={limit} must be at least 1; leave it out for all {PAIRS:,} of each paradigm")
     pairs: dict[str, list[tuple[str, str]]] = {}
     for where, row in _folder_rows(resolve_path(data_dir)) if data_dir else _hub_rows():
-        with parsing(where, "a row of BLiMP (UID, sentence_good, sentence_bad)"):
+        with explained(f"{where} is not a row of BLiMP (UID, sentence_good, sentence_bad)"):
             uid, good, bad = (row[name].strip() for name in ("UID", "sentence_good", "sentence_bad"))
         if uid not in PHENOMENON or not (good and bad):
             raise InputError(f"{where}: {row} has an empty sentence, or is in none of BLiMP's paradigms; fix the row")

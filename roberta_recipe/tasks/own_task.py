@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, load_from_hub, parse_json, parsing, read_text
+from roberta_recipe.input_files import explained, is_text, load_from_hub, parse_json, read_text
 from roberta_recipe.log import listed, logger
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks.glue import Examples, Task
@@ -151,7 +151,7 @@ def read_table(path: str) -> Rows:
     kind = Path(path).suffix.lower()
     if kind not in (".csv", ".tsv", ".jsonl", ".json", ".parquet"):
         raise InputError(f"{path}: name a file that ends in .csv, .tsv, .jsonl, .json or .parquet")
-    with parsing(path, f"a table in the format of {kind}"):
+    with explained(f"{path} is not a table in the format of {kind}"):
         if kind == ".parquet":
             table = pyarrow.parquet.read_table(path)
             described = parse_json((table.schema.metadata or {}).get(b"huggingface", "{}"), path)

@@ -15,7 +15,7 @@ from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, load_from_hub, parsing, read_input_json
+from roberta_recipe.input_files import explained, is_text, load_from_hub, read_input_json
 from roberta_recipe.log import Bar, counted
 from roberta_recipe.record import DatasetCard
 
@@ -75,7 +75,7 @@ def read_folder(
 def _read_passage(path: Path, level: str) -> list[RaceExample]:
     """The questions of a passage; some have none. Raises `InputError`."""
     row = read_input_json(path)
-    with parsing(path, "a passage of RACE (article, questions, options, answers)"):
+    with explained(f"{path} is not a passage of RACE (article, questions, options, answers)"):
         article = fold(row["article"])  # one string for all questions
         columns = zip(row["questions"], row["options"], row["answers"], strict=True)
         return [

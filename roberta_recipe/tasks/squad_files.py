@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import is_text, parse_json, parsing, read_input_json, read_text
+from roberta_recipe.input_files import explained, is_text, parse_json, read_input_json, read_text
 from roberta_recipe.log import listed
 
 
@@ -32,7 +32,7 @@ def read_file(path: Path, version_2: bool | None) -> list[SquadExample]:
     """The questions of a file, of any version if `version_2` is None: SQuAD's JSON, or rows with `id`, `context`,
     `question` and `answers` (the Hub's columns) as a JSON list, below `data`, or as JSON lines. Raises `InputError`
     with the file and the question."""
-    with parsing(path, "in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
+    with explained(f"{path} is not in SQuAD's JSON format: data > paragraphs > context, qas > id, question, answers"):
         rows = list(_rows(_content(path)))
     questions = []
     for number, (context, entry) in enumerate(rows, 1):
@@ -68,7 +68,7 @@ def _rows(entries: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 def parse_question(where: str, context: Any, entry: dict[str, Any]) -> SquadExample:
     """The question of an entry of `qas` or a row. Raises `InputError` with its id."""
     where = f"{where}: question {entry['id']}"
-    with parsing(where, "as in SQuAD: question, answers (a list, each with text and answer_start)"):
+    with explained(f"{where} is not as in SQuAD: question, answers (a list, each with text and answer_start)"):
         question, answers = entry["question"], entry["answers"]
         if isinstance(answers, dict):  # the Hub's columns: a list of texts, a list of positions
             pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))

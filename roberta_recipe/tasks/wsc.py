@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe.data import IGNORED, tokenization
 from roberta_recipe.errors import InputError
-from roberta_recipe.input_files import parse_json, parsing, read_text, resolve_path
+from roberta_recipe.input_files import explained, parse_json, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, masked_lm_class
@@ -62,7 +62,7 @@ def read_wsc(path: str | Path) -> list[Schema]:
 
 def _schema(line: str, where: str) -> Schema:
     row = parse_json(line, where)
-    with parsing(where, "a row of SuperGLUE's WSC"):
+    with explained(f"{where} is not a row of SuperGLUE's WSC"):
         target, label, index = row["target"], row.get("label"), row["target"]["span2_index"]
         text, starts = join(row["text"].split())
         query = re.sub("[.,]$", "", join(target["span1_text"].split())[0])  # some of the test set end in a full stop

@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,15 +67,13 @@ def ignore_signals_in_workers(loader: DataLoader) -> DataLoader:
     """Have the workers of `loader` ignore SIGTERM and Ctrl-C, which launchers and terminals send to all processes, so
     that the trainer can finish and save its step. They end when the trainer ends."""
     base = getattr(loader, "base_dataloader", loader)  # inside accelerate's wrapper
-    base.worker_init_fn = functools.partial(_set_up_worker, os.getpid(), base.worker_init_fn)
+    base.worker_init_fn = functools.partial(_set_up_worker, os.getpid())
     atexit.unregister(kill_workers)  # registered for an earlier loader
     atexit.register(kill_workers)  # runs before multiprocessing's handler, which sends SIGTERM and waits
     return loader
 
 
-def _set_up_worker(trainer: int, before: Callable[[int], None] | None, worker: int) -> None:
-    if before:
-        before(worker)
+def _set_up_worker(trainer: int, worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(trainer, signal.SIGKILL)

@@ -105,7 +105,7 @@ class Epochs(TrainerCallback):
         self.trainer.sampler.epoch = state.global_step // self.trainer.steps_per_epoch
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.ends_epoch:
+        if state.global_step % self.trainer.steps_per_epoch == 0 or state.global_step >= state.max_steps:
             DefaultFlowCallback().on_epoch_end(args, state, control)  # Trainer calls it when the step is saved
         control.should_log |= control.should_evaluate and "no" not in (args.save_strategy, args.logging_strategy)
 
@@ -168,11 +168,6 @@ class FinetuneTrainer(DurableTrainer):
     @property
     def steps_per_epoch(self) -> int:
         return len(self.sampler) // self.sampler.batch
-
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether the last step is the last of its epoch, or of all."""
-        return self.state.global_step % self.steps_per_epoch == 0 or self.state.global_step >= self.state.max_steps
 
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.layer_decay < 1:

@@ -37,11 +37,6 @@ def custom_names() -> list[str]:
     return [name for name, optimizer in TABLE.items() if optimizer.build]
 
 
-def name_of(args: TrainingArguments) -> str:
-    """The optimizer's name as a string, also for transformers' enum."""
-    return getattr(args.optim, "value", args.optim)
-
-
 class MuonInFp32(torch.optim.Muon):
     """`torch.optim.Muon` with fp32 matrix products; its own are in bf16, which a CPU without bf16 instructions emulates
     (15 s a step for roberta_mini's 24 matrices; in fp32 0.4 s)."""
@@ -91,7 +86,7 @@ def build(args: TrainingArguments, model: nn.Module, decayed: Container[str]) ->
     """The optimizer of `args` over a model's parameters, with weight decay for the names in `decayed`. Raises
     `TypeError` or `ValueError` for unknown `optim_args`, some of which Trainer would ignore."""
     optim_args = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
-    declared = TABLE[name_of(args)]
+    declared = TABLE[args.optim]
     if unknown := optim_args.keys() - declared.arguments.keys():
         takes = ", ".join(declared.arguments) or "none"
         raise TypeError(
@@ -158,7 +153,8 @@ TABLE = {
 
 def check(args: TrainingArguments) -> None:
     """Raise `InputError` for an optimizer or a schedule that cannot be built, and for arguments that have no effect."""
-    name, schedule, kwargs = name_of(args), args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
+    name = getattr(args.optim, "value", args.optim)  # also of transformers' enum
+    schedule, kwargs = args.lr_scheduler_type, args.lr_scheduler_kwargs or {}
     if args.deepspeed_plugin and (lost := TABLE[name].breaks_under_zero):
         raise InputError(f"optim={name}: ZeRO flattens {lost}; use adamw_torch, or start without DeepSpeed")
     numbers = f"adam_beta1={args.adam_beta1}, adam_beta2={args.adam_beta2}, adam_epsilon={args.adam_epsilon}"
