@@ -40,6 +40,7 @@ _COMPARED = ("max_eval_samples", "skip_blocks", "rewind_on_spike")
 _CHOSEN = ("attn_implementation",)  # chosen and recorded by the run unless set
 _DERIVED = ("max_steps", "max_seq_length")  # by a run, from its epochs and its model
 _CONTENT = "content of "
+_STARTS = ("model_name_or_path", "tokenizer_name")  # a pretraining run records their folders as absolute paths
 _HASHED_BYTES = 1 << 20  # larger files are compared by path, not by content
 
 
@@ -191,7 +192,8 @@ class Experiment:
         stored, record = self.stored(), self.record()
         now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
         compared = ran_with.keys() - (_DERIVED if stored["settings"] else ())
-        before = self._with_seed(stored["settings"] or {}) | {name: ran_with[name] for name in now if name in compared}
+        ran = {name: ran_with[name] for name in now if name in compared}
+        before = self._with_seed({**(stored["settings"] or {}), **ran})
         if not stored["settings"]:  # not started, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
@@ -206,7 +208,9 @@ class Experiment:
         return found
 
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(json.dumps(settings).replace(SEED, str(self.seed)).replace(_RUN, str(self.run)))
+        values = json.loads(json.dumps(settings).replace(SEED, str(self.seed)).replace(_RUN, str(self.run)))
+        folders = {name: resolve_path(values[name]) for name in _STARTS if values.get(name)}
+        return values | {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
 
     def measured(self, measure: str, *needed: str) -> dict[str, Any]:
         """The output of a measure's tool. Raises `InputError`."""
@@ -369,6 +373,8 @@ def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dic
             raise InputError(f"{where} needs the measure {tool!r}: add it")
         if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or tool != name]:
             raise InputError(f"{where}: flag {refused[0]} is the runner's, or the measure has no flags; remove it")
+        if name == "blimp" and "pll" not in flags.get("methods", "pll"):
+            raise InputError(f"{where}: its figure is by pll: add pll to methods, or leave methods out")
         if tool == name:
             switches = [f"--{flag}" for flag, value in flags.items() if value is True]
             others = {flag: value for flag, value in flags.items() if not isinstance(value, bool)}

@@ -199,7 +199,8 @@ def costs(listed: ExperimentList, hardware: str) -> list[str]:
         raise InputError(f"hardware={hardware}: costs are estimated for pretraining only; leave --hardware out")
     costs_by_name, days, dollars = [], 0.0, 0.0
     for variant in listed.variants:
-        argv = [*variant.preset, *words_of(variant.flags, variant.name), "--hardware", hardware]
+        flags = [word.replace(lists.SEED, str(listed.seeds[0])) for word in words_of(variant.flags, variant.name)]
+        argv = [*variant.preset, *flags, "--hardware", hardware]
         cost = lists.named(f"{listed.path}, row {variant.name!r}", estimate.read_estimate, argv)
         fits = "" if cost.fits else ", and does not fit into memory"
         costs_by_name.append(f"{variant.name}: {duration(86_400 * cost.days)}, ${cost.cost:,.2f} a seed{fits}")

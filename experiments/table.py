@@ -193,8 +193,9 @@ def _run_note(records: Records) -> list[str]:
     commits = {of["commit"] or "unknown" for of in runs}
     shown = sorted(commit[:7] + "-dirty" * commit.endswith("-dirty") for commit in commits)
     devices = sorted({device_name(of["hardware"]) for of in runs})
-    spent = duration(statistics.median(row.stored()["seconds"] for row, _ in records))
-    return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}; median time of a row {spent}."]
+    spent = [seconds for row, _ in records if (seconds := row.stored()["seconds"])]  # 0: run by hand
+    time = f"; median time of a row {duration(statistics.median(spent))}" if spent else ""
+    return [f"Runs: commit {', '.join(shown)}; {', '.join(devices)}{time}."]
 
 
 def write(listed: ExperimentList) -> str:

@@ -381,7 +381,7 @@ def test_epochs_of_local_files(preset, tmp_path):
     )
 
 
-def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir):
+def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir, monkeypatch):
     path = write_text(tmp_path / "a.txt", make_documents(20, seed=0))
     flags = ["--train_file", path, "--hardware", "H200"]
     assert estimate.main(flags).config.vocab_size == 4096
@@ -390,6 +390,11 @@ def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir)
     assert continued.config.vocab_size == 400
     with pytest.raises(InputError, match="max_seq_length=512 is more than the 64 positions of"):  # as in training
         estimate.main([*flags, "--model_name_or_path", model_dir])
+    monkeypatch.setattr(estimate, "tokens_per_pass", lambda folder, corpus: 9_000)  # packed meanwhile
+    cached = estimate.main([*flags, "--token_cache", "tokens"])
+    assert cached.config.vocab_size == 4096 and cached.epochs == cached.tokens / 9_000
+    shared = estimate.main([*flags, "--hardware", "8xH200", "--global_batch_size", "32"])
+    assert shared.micro_batch == 4 and shared.accumulation == 1  # as in training
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -413,6 +413,7 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is the runner's, or"),
+        ({"measures": {"blimp": {"methods": ["within_word"]}}}, "measure 'blimp': its figure is by pll"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
         ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's"),
         ({"measures": {"short_words": None}}, "measure 'short_words' needs the measure 'words'"),
@@ -467,18 +468,21 @@ def test_fine_tunings_of_other_weights_or_validation_examples_give_no_table(writ
         checks.check_rows(listed)
 
 
-def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, tmp_path, capsys):
-    """The command of a row and its record agree on the checkpoint of the seed."""
+def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, tmp_path, capsys, monkeypatch):
+    """The command of a row and its record, which has an absolute path, agree on the checkpoint of the seed."""
+    monkeypatch.chdir(tmp_path)
     for seed in ("1", "2"):
         train_mlm.main(["--config", preset, "--max_steps", "1", "--seed", seed, "--output_dir", str(tmp_path / seed)])
-    path = write(rows=[{"name": "again", "flags": {"model_name_or_path": str(tmp_path / "{seed}")}}])
+    path = write(rows=[{"name": "again", "flags": {"model_name_or_path": "./{seed}"}}])
     for row in lists.read(path).rows:
         row.folder.mkdir(parents=True)
         experiments.remember(row)
         train_mlm.main(row.train[2:])
     capsys.readouterr()
     experiments.main([path, "--table"])
-    assert "| again | 2 | 0.00 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| again | 2 | 0.00 |" in shown and "median time" not in shown  # trained by hand
+    assert experiments.costs(lists.read(path), "H100")[0].startswith("again: ")
 
 
 def test_the_lists_of_the_repository_are_lists(root, monkeypatch):

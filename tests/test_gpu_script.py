@@ -125,6 +125,18 @@ def test_the_dry_run_lists_parts_and_what_is_carried(capsys):
     assert "fine_tune  the rest" in capsys.readouterr().out
 
 
+def test_failed_checks_of_fp16_are_an_exit_code(tmp_path, monkeypatch):
+    def half_failed(work):
+        work.results["half"] = {"overflow": {"result": "FAILED"}, "killed": {"result": "passed"}}
+        return True, {}
+
+    monkeypatch.setattr(script, "install", lambda work: (True, {}))
+    monkeypatch.setattr(script, "chosen", lambda args: {"train": half_failed})
+    (tmp_path / "text").mkdir()
+    folders = ["--carried", tmp_path, "--work_dir", tmp_path / "work", "--output_dir", tmp_path / "out"]
+    assert run("--tiny", *folders) == 1
+
+
 def test_a_part_that_fails_or_hangs_stops_no_other_and_leaves_its_log(tmp_path, capsys):
     work = work_in(tmp_path)
     bad, slow = "print('what went wrong'); raise SystemExit(3)", "import time; print('begun'); time.sleep(60)"

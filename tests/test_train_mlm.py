@@ -425,6 +425,12 @@ def test_batch_arithmetic():
         batch.accumulation_steps(8, 32, 2)
     with pytest.raises(InputError, match=r"--global_batch_size 16, or fewer processes$"):
         batch.accumulation_steps(8, 1, 16)
+    # the demonstration's batch on one process, eight, and three; of the paper's, each process has enough
+    assert [batch.shared_micro_batch(32, 32, processes) for processes in (1, 8)] == [32, 4]
+    assert batch.shared_micro_batch(8192, 32, 8) == batch.shared_micro_batch(None, 32, 8) == 32
+    with pytest.raises(InputError, match="global_batch_size=32 is not divisible by 3 processes"):
+        batch.shared_micro_batch(32, 32, 3)
+    assert batch.shared_micro_batch(8, 32, 2) == 32  # above the batch by itself: an error, as on one process
 
 
 def test_loss_at_steps_is_thinned_and_keeps_the_last():

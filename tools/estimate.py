@@ -386,8 +386,8 @@ def read_estimate(argv: list[str]) -> Estimate:
     weights.check_length(args.model_name_or_path or args.config_name, args.max_seq_length, config)
     corpus = pretraining.read_corpus(args)
     cached_tokens = tokens_per_pass(args.token_cache, corpus) if args.token_cache else None
-    size = None if cached_tokens else corpus_bytes(corpus)
     named = args.tokenizer_name or "vocab_size" in weights.overridden(args.config_overrides)
+    size = None if cached_tokens and named else corpus_bytes(corpus)
     if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
         config.vocab_size = len(pretraining.load_tokenizer(args))
     elif size and not named:
@@ -399,6 +399,7 @@ def read_estimate(argv: list[str]) -> Estimate:
     price = DEVICES[hardware.name].gpu_hour_price if chosen.gpu_hour_price is None else chosen.gpu_hour_price
     plugin = training_args.deepspeed_plugin  # of `--deepspeed`
     sequences = args.global_batch_size or micro_batch * hardware.count * training_args.gradient_accumulation_steps
+    micro_batch = batch.shared_micro_batch(sequences, micro_batch, hardware.count)
     return Estimate(
         config=config,
         hardware=hardware,

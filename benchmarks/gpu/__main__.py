@@ -93,7 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     work.part("install", install)
     for name, function in chosen(args).items():
         work.part(name, function)
-    raise SystemExit(any(part["result"] == "FAILED" for part in work.results["parts"].values()))
+    results = [*work.results["parts"].values(), *work.results.get("half", {}).values()]
+    raise SystemExit(any(one["result"] == "FAILED" for one in results))
 
 
 if __name__ == "__main__":

@@ -99,9 +99,9 @@ def profiled(work: Work) -> Outcome:
     start_s, output = time.monotonic(), work.folder / "profile.json"
     cores = max(1, hardware.cpu_cores() - 4)  # some are left for the profile
     tool = ["tools/pack.py", "--config", PRESET]
-    packing = work.start("pack", [*tool, *work.text, "--num_proc", str(cores)])
     flags = ["--tokenizer", str(work.tokenizer), "--output", str(output), *["--tiny"] * work.tiny]
     flags += ["--matrix_rate", str(work.results["parts"]["machine"]["figures"]["matrix_rate"])]
+    packing = work.start("pack", [*tool, *work.text, "--num_proc", str(cores)])
     error = ""
     try:
         work.run(

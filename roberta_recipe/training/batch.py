@@ -50,3 +50,10 @@ def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) ->
     """The largest micro-batch up to `at_most` that divides each process's share of a step."""
     share = accumulation_steps(global_batch_size, min(at_most, 1), processes)  # raises for 0
     return max(size for size in range(1, min(at_most, share) + 1) if share % size == 0)
+
+
+def shared_micro_batch(global_batch_size: int | None, per_device: int, processes: int) -> int:
+    """`per_device`, or less where a batch that fits one process is shared by several: the demonstration's on eight GPUs."""
+    if per_device <= (global_batch_size or 0) < per_device * processes:
+        return largest_micro_batch(global_batch_size, per_device, processes)
+    return per_device
