@@ -4,7 +4,7 @@
     python tools/launch.py --config_file ds_configs/accelerate/zero2.yaml train_mlm.py ...
 
 The flags are accelerate's. Plain `accelerate launch` prints its defaults and a traceback after a script's error, turns
-every exit code into 1, and orphans the script at Ctrl-C.
+every exit code but 0 into 1, and orphans the script at Ctrl-C.
 """
 
 import contextlib

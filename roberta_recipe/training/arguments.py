@@ -140,8 +140,8 @@ def derive(
     can_unpad: bool = False,
 ) -> None:
     """Set the derived arguments: global batch, micro-batch (`micro_batch`, default: the flag, or less with many
-    processes), accumulation, attention of a model of `config` (`can_unpad`: its class supports unpadded batches). Called
-    right after parsing; later only `derive_steps` assigns to argument objects. Raises `InputError`."""
+    processes), accumulation, attention of a model of `config` (`can_unpad`: its class supports unpadded batches).
+    Called right after parsing; later only `derive_steps` assigns to argument objects. Raises `InputError`."""
     layout = training_args.per_device_train_batch_size, training_args.world_size
     training_args.per_device_train_batch_size = micro_batch or batch.shared_micro_batch(args.global_batch_size, *layout)
     args.global_batch_size, accumulation = batch.derive_batch(training_args, args.global_batch_size)

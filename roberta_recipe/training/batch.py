@@ -53,7 +53,7 @@ def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) ->
 
 
 def shared_micro_batch(global_batch_size: int | None, per_device: int, processes: int) -> int:
-    """`per_device`, or less where a batch that fits one process is shared by several: the demonstration's on eight GPUs."""
+    """`per_device`, or less if the batch fits one process and several share it: the demonstration's on eight GPUs."""
     if per_device <= (global_batch_size or 0) < per_device * processes:
         return largest_micro_batch(global_batch_size, per_device, processes)
     return per_device

@@ -38,7 +38,7 @@ from roberta_recipe.training.data_workers import DataTimeout, ignore_signals_in_
 from roberta_recipe.training.durable_trainer import DurableTrainer
 
 _DATA_DIGESTS = data_loading.CONSUMED[1:]  # hashes in log lines, checkpoints and the run record
-_TOKENIZED_PER_CORE = 480_000  # tokens/s, read and packed (docs/pretraining.md, "Pack once")
+_TOKENIZED_PER_CORE = 195_000  # tokens/s, read and packed (docs/pretraining.md, "Pack once")
 _TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
