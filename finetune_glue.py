@@ -397,7 +397,7 @@ def announce(
     rows = ", ".join(f"{split} {len(examples):,}" for split, examples in data.items())
     skipped = {f"broken rows in {split}": examples.skipped for split, examples in data.items() if examples.skipped}
     counts = "; ".join(f"{name}: {count:,}" for name, count in {**form.counts, **skipped}.items() if count)
-    answers = listed(task.labels, 20) or "regression, scores from {:g} to {:g}".format(*task.scale)
+    answers = listed(task.labels, 20) or "regression, scores from {:.12g} to {:.12g}".format(*task.scale)
     if args.table:
         answers = f"{', '.join(task.columns)} -> {task.label_column}, {answers}"
     logger.info(
@@ -503,7 +503,12 @@ def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray,
         return summaries.class_answers(examples, task.labels, labels, predictions, probabilities)
     rows = sorted(zip(examples, labels, predictions, strict=True), key=lambda row: -abs(row[2] - row[1]))
     return [
-        {**example, "label": f"{label:.6g}", "prediction": f"{predicted:.6g}", "error": f"{abs(predicted - label):.6g}"}
+        {
+            **example,
+            "label": f"{label:.12g}",
+            "prediction": f"{predicted:.12g}",
+            "error": f"{abs(predicted - label):.6g}",
+        }
         for example, label, predicted in rows
     ]
 

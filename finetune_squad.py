@@ -220,6 +220,13 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
             f"Dropped     {len(misplaced):,} training questions with an answer that is not at its answer_start: "
             f"{listed(misplaced)}"
         )
+    made = windows["validation"]
+    spans = zip(made.question_index.tolist(), made.features, strict=True)
+    if longer := {n for n, row in spans if row["end_positions"] - row["start_positions"] >= args.max_answer_length}:
+        logger.warning(
+            f"Answers     {counted(len(longer), 'validation question')} with a first answer above the "
+            f"{args.max_answer_length} tokens of max_answer_length, which no prediction has: raise it"
+        )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}
     return {"duplicates": {"contexts_in_train": overlap}, "features": {"train_answers": answers, **counts}}

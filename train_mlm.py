@@ -52,6 +52,8 @@ from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, Mlm
 from roberta_recipe.training.stopping import Stopping
 
 TEXT_NAME = "text.json"  # in the folder of a tokenizer that a run trained: the fingerprint of its text
+# free flags that must be the same on all ranks
+_ALIKE = ("max_train_minutes", "rewind_on_spike", "skip_blocks", "max_eval_samples", "blimp_dir")
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
 
 
@@ -81,7 +83,8 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     reader, validation_reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
     resolved["max_steps"] = pretraining.derive_steps(args, training_args, reader)
     fingerprint, data_keys = pretraining.run_fingerprint(args, training_args, model, tokenizer, reader)
-    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys)
+    alike = {name: getattr(args, name) for name in _ALIKE}
+    resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys, alike)
     collator = pretraining.build_collator(args, training_args, tokenizer)
     validation = pretraining.validation_blocks(args, validation_reader)
     entropy = masking.unigram_entropy(validation, tokenizer)
@@ -232,7 +235,10 @@ def build_blocks(
         processes=training_args.world_size,
         process=training_args.process_index,
         start=resumed["position"] if resumed else 0,
-        skipped=pretraining.skipped_blocks(args, training_args, resumed, reader),
+        # rank 0's, as a shared file system may show the others an older list
+        skipped=processes.on_first_process(
+            training_args, lambda: pretraining.skipped_blocks(args, training_args, resumed, reader)
+        ),
         limit=args.max_train_samples,
         threads_in_worker=bool(training_args.dataloader_num_workers) and not args.token_cache,
     )

@@ -45,7 +45,7 @@ class Bar(tqdm):
     monitor_interval = 0  # no monitor thread, as data workers are forked
 
     def __init__(self, *args: Any, disable: bool | None = None, **kwargs: Any) -> None:
-        self.is_shown = not disable and (kwargs.get("file") or sys.stderr).isatty()
+        self.is_shown = not disable and is_first_process() and (kwargs.get("file") or sys.stderr).isatty()
         if not self.is_shown:
             kwargs |= {"mininterval": LOG_INTERVAL_S, "delay": LOG_INTERVAL_S, "miniters": 1, "leave": False}
         super().__init__(*args, **kwargs)

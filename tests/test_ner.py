@@ -162,7 +162,7 @@ def test_formats(argv, tmp_path, monkeypatch, name):
     assert read == sorted(map(list, SENTENCES)) and len(data["validation"]) == 4
     assert ner.names_and_scheme(data["train"]) == (tuple(NAMES), "IOB2")
     if name == "hub":
-        with pytest.raises(InputError, match=r"do_predict: .*hub has no test set"):
+        with pytest.raises(InputError, match=r"do_predict: .*hub has no test set; save its splits as files"):
             finetune_ner.read_data(args, True)
 
 
@@ -172,6 +172,7 @@ BAD = {
     "columns of a sentence": (["a O", "", "b x O"], {}, "t.conll, line 3: 'b x O' is not 2 columns"),
     "no tag": (["a", "b"], {}, r"t.conll, sentence 1: ner_tags is None, not 2 tags"),
     "odd tag": (["a B-X", "", "b B_X"], {}, "t.conll, sentence 2: 'B_X' is not an entity tag, the others are: write B"),
+    "tags first": (["O\twhat", "B-ACTOR\tbruce"], {}, "t.conll: column 1 has the tags: put the word first"),
     "counter": (["1\ta\tO", "2\tb\tO"], {}, r"t.conll: column 1 is a counter: keep words and tags, .* -f2,3$"),
     "CoNLL-U": (["1-2\tzum\t_", "1\tzu\tADP", "2\tdem\tDET"], {}, "t.conll: column 1 is a counter"),
     "GermEval": (["#\t2009\t-", "1\ta\tO", "2\tb\tO"], {}, "t.conll: column 1 is a counter"),

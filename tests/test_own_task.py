@@ -1,5 +1,6 @@
 """finetune_glue.py on own tables: formats, columns, labels, held-out rows, predictions, bad input."""
 
+import decimal
 import json
 import math
 
@@ -62,15 +63,19 @@ def test_csv_with_quotes_and_line_ends_and_its_predictions(argv, tmp_path, capfd
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "p.jsonl", "p.json", "p.tsv", "hub"])
-def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
+def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch, caplog):
     """The same rows give the same task from a file and from a folder that `datasets` loads."""
     path = tmp_path / name
     if name == "hub":
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
         path.mkdir()
+        splits = "".join(
+            f"  - {{split: {each}, path: {each}.parquet}}\n" for each in ("train", "test", "validation_matched")
+        )
+        (path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n")
     if name in ("p.parquet", "hub"):
         other = [{**PAIRS[0], "same": None}, *PAIRS[1:]]  # no test set to predict: a label is missing
-        for file in ("train.parquet", "test.parquet") if name == "hub" else ("",):
+        for file in ("train.parquet", "test.parquet", "validation_matched.parquet") if name == "hub" else ("",):
             pq.write_table(pa.Table.from_pylist(other if file == "test.parquet" else PAIRS), path / file)
     elif name == "p.tsv":
         path.write_text("a\tb\tsame\n" + "".join("\t".join(map(str, row.values())) + "\n" for row in PAIRS))
@@ -87,6 +92,7 @@ def test_formats_of_a_pair_task(argv, tmp_path, name, monkeypatch):
     assert [len(task.examples[split]) for split in ("train", "validation")] == [18, 2]
     assert sorted(task.examples["validation"].labels) == [0, 1]
     if name == "hub":
+        assert "hub has no split 'validation': a tenth of train is held out, validation_matched is not" in caplog.text
         with pytest.raises(InputError, match=r"hub, test, row 1: same is None, none of the training labels"):
             finetune_glue.task_of(args, do_predict=True)
     texts = [task.examples[split].texts for split in ("train", "validation")]
@@ -132,6 +138,8 @@ def test_scores_far_from_zero(argv, tmp_path):
     table = "sentence,label\n" + "".join(f"{word} {n},{10**9 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))
     summary = finetune_glue.main(argv("s.csv", table, "--validation_file", tmp_path / "s.csv"))
     assert math.isfinite(summary["settings"][0]["medians"]["pearson"])
+    answers = (tmp_path / "out" / "lr0.001-batch4-seed1" / "validation_answers.tsv").read_text().splitlines()[1:]
+    assert {float(line.split("\t")[1]) for line in answers} == {10**9 + n + 0.5 for n in range(16)}
 
 
 def test_predictions_of_scores_are_on_the_users_scale(argv, tmp_path):
@@ -188,6 +196,14 @@ OK = "text,label\na,x\nb,y\n"
 BAD = {
     "columns": ("t.csv", "review,stars\na,1\n", [], r"t.csv has no column 'text', but 'review', 'stars': name its"),
     "no text": ("t.csv", "text,label\na,x\n ,y\n", [], "t.csv, row 2: text is ' ', not text; correct or remove"),
+    "empty line": (
+        *("t.csv", OK, ["--validation_file", "t.csv", "--test_file", "gap.csv", "--do_predict"]),
+        "gap.csv, row 2: text is '', not text",
+    ),
+    "decimal": (
+        *("t.csv", "text,label\na,0.5\nb,1.5\n", ["--validation_file", "decimal.parquet"]),
+        r"decimal.parquet, row 1: label is Decimal\('0.5'\), no number",
+    ),
     "no label": ("t.csv", "text,label\na,x\nb,\n", [], "row 2: label is '', which means a missing label: remove"),
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
     "word among scores": ("t.csv", "text,label\na,0.5\nb,x\n", [], "row 2: label is 'x', not a number like '0.5'"),
@@ -265,6 +281,8 @@ def test_bad_input(argv, tmp_path, monkeypatch, case):
     (tmp_path / "one.csv").write_text("text,label\nd,0.5\ne,0.50\n")
     (tmp_path / "some.csv").write_text("text,label\na,x\nb,\n")
     (tmp_path / "other.csv").write_text("body\na\n")
+    (tmp_path / "gap.csv").write_text("text\na\n\nb\n")
+    pq.write_table(pa.table({"text": ["a"], "label": [decimal.Decimal("0.5")]}), tmp_path / "decimal.parquet")
     name, content, others, said = BAD[case]
     with pytest.raises(InputError, match=said):
         finetune_glue.main(argv(name, content, *others))

@@ -19,7 +19,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import chunks
 from roberta_recipe.errors import InputError, is_disk_full
 from roberta_recipe.record import INDEX_NAME
-from roberta_recipe.training import checkpoint
+from roberta_recipe.training import checkpoint, stopping
 from roberta_recipe.training.durable_trainer import is_write_failure
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
@@ -192,6 +192,22 @@ def test_ranks_with_different_settings_are_refused(preset, tmp_path):
     assert [rank.end() for rank in ranks] == [2, 2], ranks[0].log
     said = "processes have different settings: learning_rate=0.001 on rank 0, 0.002 on rank 1; "
     assert said in ranks[0].log and "Traceback" not in ranks[0].log + ranks[1].log
+    ranks = forked_ranks(lambda rank: train(preset, *flags, "1e-3", "--logging_steps", 1 + rank), tmp_path)
+    assert [rank.end() for rank in ranks] == [2, 2] and "logging_steps=1.0 on rank 0, 2 on rank 1; " in ranks[0].log
+
+
+def test_all_ranks_skip_the_blocks_of_rank_0(preset, tmp_path, monkeypatch):
+    """A file system may show the ranks other spikes; some blocks would be read twice, and others never."""
+    whole = train(preset, "--output_dir", tmp_path / "whole")
+
+    def of(rank):
+        spikes = [{"blocks": [[8, 16]]}] if rank else []
+        monkeypatch.setattr(stopping, "read_spikes", lambda folder: spikes)
+        train(preset, "--per_device_train_batch_size", 4)
+
+    ranks = forked_ranks(of, tmp_path)
+    assert [rank.end() for rank in ranks] == [0, 0], ranks[0].log
+    assert durable.read_json(tmp_path / "run" / "run_record.json")["digest"] == whole["digest"]
 
 
 def test_killed_behind_the_last_step_a_run_only_finishes(preset, tmp_path):

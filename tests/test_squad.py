@@ -401,9 +401,13 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     made = paragraphs(10, seed=1)
     made[3][1][0]["answers"][0]["answer_start"] += 1
     write(tmp_path / "train-v2.0.json", made)
-    write(tmp_path / "dev-v2.0.json", paragraphs(4, seed=2))
-    finetune_squad.main(flags("2.0", "--data_dir", tmp_path))
+    held_out = paragraphs(4, seed=2)
+    for context, (first, *_) in held_out[:2]:
+        first["answers"] = [{"text": context.partition(".")[0], "answer_start": 0}]
+    write(tmp_path / "dev-v2.0.json", held_out)
+    finetune_squad.main(flags("2.0", "--data_dir", tmp_path, "--max_answer_length", 5))
     assert "Dropped     1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
+    assert "2 validation questions with a first answer above the 5 tokens of max_answer_length" in said
     assert record_of(tmp_path, "2.0")["features"]["left_out_misplaced"] == 1
     for _, entries in made:
         for row in entries:

@@ -105,10 +105,13 @@ class MaskedLmMixin:
             predicted = None if predicted is None else torch.searchsorted(unpadded.flat, predicted)
             kwargs = {name: unpadded.row(column) for name, column in kwargs.items()}  # token_type_ids
             kwargs |= {"position_ids": unpadded.position_ids, **unpadded.arguments}
-        elif sequence is not None:
-            attention_mask, kwargs["position_ids"] = separate_sequences(
-                sequence, attention_mask, first_position, additive_dtype
-            )
+        elif sequence is not None:  # block-diagonal (batch, 1, seq_len, seq_len); positions restart in each sequence
+            same = sequence[:, None, :, None] == sequence[:, None, None, :]
+            if attention_mask is not None:
+                same &= attention_mask[:, None, None, :].bool()
+            attention_mask = _additive(same, additive_dtype)
+            begins = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True)
+            kwargs["position_ids"] = positions_within(begins, first_position)
         elif attention_mask is not None and attention in TAKES_4D_MASK and first_position is not None:
             # for a 2-D mask, transformers calls `.all()`, which synchronizes; a 4-D mask is passed on
             attention_mask = _additive(attention_mask[:, None, None, :].bool(), additive_dtype)
@@ -142,18 +145,6 @@ def masked_lm_class(
     shared = (albert.SharedParts,) if albert.shares_parts(config) else ()
     attributes = {"objectives": objectives or MaskedLmMixin.objectives}
     return type(stock.__name__, (MaskedLmMixin, *shared, stock), attributes)
-
-
-def separate_sequences(
-    sequence: torch.Tensor, attention_mask: torch.Tensor | None, first_position: int, added: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-diagonal attention for rows of several sequences: (mask (batch, 1, seq_len, seq_len), True in a sequence or
-    additive with dtype `added`; position ids (batch, seq_len) that restart at `first_position` in each sequence)."""
-    same = sequence[:, None, :, None] == sequence[:, None, None, :]
-    if attention_mask is not None:
-        same &= attention_mask[:, None, None, :].bool()
-    begins = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True)
-    return _additive(same, added), positions_within(begins, first_position)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

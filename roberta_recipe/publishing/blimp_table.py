@@ -1,9 +1,10 @@
 """Table of BLiMP scores with published ones for comparison (Warstadt et al. 2020, arXiv 1912.00582)."""
 
 import statistics
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
+from roberta_recipe.log import counted
 from roberta_recipe.model import weights
 from roberta_recipe.record import BlimpRecord, percent
 
@@ -14,17 +15,7 @@ EXPLANATION = (
     "chance is not exactly 50, as pairs differ in length."
 )
 SHOWN = {"pll": "pseudo-log-likelihood", "within_word": "within-word pseudo-log-likelihood"}
-
-
-class Published(NamedTuple):
-    """A published score, in per cent."""
-
-    name: str
-    score: float
-    mean_of: str  # "paradigms" or "phenomena"
-    source: str
-
-
+Published = namedtuple("Published", "name score mean_of source")  # in per cent; the mean of "paradigms" or "phenomena"
 _WARSTADT = "Warstadt et al. 2020, probabilities of whole sentences"
 _BABYLM = "BabyLM 2023, on pairs filtered by vocabulary"
 PUBLISHED = (
@@ -60,11 +51,8 @@ def _control_cell(record: BlimpRecord, method: str) -> str:
     scores = [control[method]["mean_of_paradigms"] for control in record["random_weights"]]
     if not scores:
         return "not run"
-    if len(scores) == 1:
-        return f"{percent(scores[0])} (1 seed)"
-    return (
-        f"{percent(statistics.fmean(scores))} ({percent(min(scores))} to {percent(max(scores))}, {len(scores)} seeds)"
-    )
+    spread = f"{percent(min(scores))} to {percent(max(scores))}, " * (len(scores) > 1)
+    return f"{percent(statistics.fmean(scores))} ({spread}{counted(len(scores), 'seed')})"
 
 
 def is_stale(record: BlimpRecord, model: Path) -> bool:

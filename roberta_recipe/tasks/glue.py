@@ -19,7 +19,7 @@ HUB_DATASET = "nyu-mll/glue"
 _HUB_DATA = {"wnli": ("aps/super_glue", "wsc")}  # id and configuration of the rows that are scored, if not GLUE's
 SWEEP_FOLDER = "sweep"  # for the paper's grid, in a task's output_dir
 _HUB_METRICS = {"pearson": "pearsonr", "spearman": "spearmanr", "macro_f1": "f1", "micro_f1": "f1"}  # the Hub's names
-_SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:g}, 1 for {:g}."
+_SCALE_NOTE = "Its output is a share of the range of scores: 0 stands for {:.12g}, 1 for {:.12g}."
 
 
 def tsv_splits(
@@ -245,7 +245,7 @@ def is_score(text: str) -> bool:
 def answers(task: Task, predictions: np.ndarray) -> list[str]:
     """Predictions in the submission format: labels, JSON lists of labels, or scores clipped to the task's scale."""
     if not task.labels:
-        return [f"{score:.6g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
+        return [f"{score:.12g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
     words = submission_labels(task)
     if task.multi_label:
         return [json.dumps([*compress(words, row)]) for row in predictions]

@@ -62,6 +62,9 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
             if len(sentences[-1][-1]) != width:
                 raise InputError(f"{path}, line {number}: {line!r} is not {width} columns; blank lines end sentences")
     sentences = [[*zip(*rows, strict=True)] for rows in sentences if rows]
+    words = [word for words, *others in sentences if others for word in words]
+    if words and all(map(ENTITY_TAG.match, words)):  # MIT's corpora of films and restaurants
+        raise InputError(f"{path}: column 1 has the tags: put the word first and its tag last")
     first = [words[words[0] == "#" :] for words, *others in sentences if others]  # GermEval's comments
     if first and all(re.fullmatch(r"\d+([-.]\d+)?", word) for words in first for word in words):  # 2-3, 8.1: CoNLL-U
         command = f"grep -Ev '^(#|[0-9]+[-.])' FILE | cut -f2,{4 if width == 10 else 3}"  # CoNLL-U's parts of speech

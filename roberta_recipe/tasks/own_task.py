@@ -118,7 +118,8 @@ def read_tables(args: OwnFileArguments, read: Callable[[str], Rows], do_predict:
     else:
         tables = _of_hub(args, splits)
     if do_predict and "test" not in tables:
-        raise InputError(f"do_predict: {args.train_file or args.dataset_name} has no test set; name a test_file")
+        fix = "name a test_file" if args.train_file else "save its splits as files: --train_file, --test_file"
+        raise InputError(f"do_predict: {args.train_file or args.dataset_name} has no test set; {fix}")
     if empty := [where for where, rows in tables.values() if not rows]:
         raise InputError(f"{empty[0]} has no rows")
     return tables
@@ -129,6 +130,11 @@ def _of_hub(args: OwnFileArguments, splits: Sequence[str]) -> dict[str, tuple[st
     dataset = load_from_hub(args.dataset_name, *config, split=None, instead="a file with --train_file")
     if "train" not in dataset:
         raise InputError(f"dataset_name={args.dataset_name} has no train split, but {', '.join(dataset)}")
+    if "validation" not in dataset and (others := [name for name in dataset if name.startswith(("val", "dev"))]):
+        logger.warning(
+            f"{args.dataset_name} has no split 'validation': a tenth of train is held out, {listed(others)} is not "
+            "read; to score on it, save both as files, --train_file and --validation_file"
+        )
     found = {split: dataset[split] for split in splits if split in dataset}
     rows = {split: _name_classes(table.to_list(), table.features.to_dict()) for split, table in found.items()}
     return {split: (f"{args.dataset_name}, {split}", of_split) for split, of_split in rows.items()}
@@ -174,15 +180,16 @@ def _delimited(path: str, text: str, **dialect: Any) -> Rows:
     if ";" in header and dialect.get("delimiter", ",") not in header:
         raise InputError(f"{path}: the header has ';': save it with {'tabs' if dialect else 'commas'}")
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the default is 131,072 characters
-    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, **dialect), []
-    names = reader.fieldnames or []
+    reader, rows = csv.reader(io.StringIO(text.rstrip("\r\n"), newline=""), strict=True, **dialect), []
+    names = next(reader, [])
     if repeated := sorted({name for name in names if name and names.count(name) > 1}):
         raise InputError(f"{path} has several columns {', '.join(map(repr, repeated))}: rename or remove all but one")
     try:
-        for row in reader:
-            if None in row or None in row.values():
+        for cells in reader:
+            cells = cells or [""] * (len(names) == 1)  # an empty line of a single column is an empty text
+            if cells and len(cells) != len(names):
                 raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
-            rows.append(row)
+            rows += [dict(zip(names, cells, strict=True))] * bool(cells)
     except csv.Error as error:
         raise InputError(f"{path}, row {len(rows) + 1}: {error} (a quote inside quotes is written twice)") from None
     return rows
@@ -217,7 +224,7 @@ def _number(value: Any) -> int | float | None:
     if value in (None, "", "NA", "N/A", "#N/A", "None", "null"):
         return math.nan
     if not isinstance(value, str):
-        return None if isinstance(value, bool) else value
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(value)

@@ -31,6 +31,10 @@ STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `diges
 STATE_VERSION = 4  # of its content
 # keys of a DeepSpeed configuration: the order of the weights in the optimizer's state, which DeepSpeed does not check
 _STATE_ORDER = ("round_robin_gradients", "sub_group_size")
+_ALIKE = (  # free flags that decide when ranks communicate
+    *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
+)
 
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
@@ -63,14 +67,15 @@ def resume(
     fingerprint: dict[str, Any],
     despite_changes: bool | None = None,
     data_keys: Container[str] = (),
+    alike: dict[str, Any] | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """(checkpoint to resume from, its state as by `load_state`), the same on all ranks; (None, None) for a new run.
 
     The newest intact checkpoint of the output folder, else `resume_from_checkpoint`. Raises `InputError` if all
     are damaged or of another program, if the named one is damaged or the folder has newer ones, or if the ranks have
-    different fingerprints.
+    different fingerprints or flags that decide when they communicate (`alike`: those of the script).
     """
-    first, *others = gather_object([fingerprint])
+    first, *others = gather_object([{name: getattr(args, name) for name in _ALIKE} | (alike or {}) | fingerprint])
     for rank, other in enumerate(others, 1):
         if names := durable.differences(first, other):
             each = "; ".join(f"{key}={first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in names)

@@ -226,8 +226,18 @@ class FinetuneTrainer(DurableTrainer):
         # a rank with one batch fewer repeats one of the first batches: all ranks call the model equally often
         rank, ranks = self.args.process_index, self.args.world_size
         own = [batches[(turn * ranks + rank) % len(batches)] for turn in range(math.ceil(len(batches) / ranks))]
-        computed = [scores.cpu().numpy() for scores in self._batch_scores(features, own)]
-        found = gather_object(list(zip(own, computed, strict=True)))
+        generator = torch.Generator()  # not the global one, which dropout uses
+        loader = self._loader(features, batch_sampler=own, generator=generator)
+        self.callback_handler.eval_dataloader = loader
+        self.model.eval()
+        computed = []  # on the device
+        for inputs in ignore_signals_in_workers(loader):
+            with torch.no_grad(), self.accelerator.autocast():
+                _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
+            computed.append(scores.float())
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, {})
+        found = gather_object([(numbers, array.cpu().numpy()) for numbers, array in zip(own, computed, strict=True)])
         widths = np.max([array.shape[1:] for _, array in found], axis=0).astype(int)
         scores = np.full((len(features), *widths), _NO_SCORE, dtype=np.float32)
         for numbers, array in found:
@@ -235,21 +245,6 @@ class FinetuneTrainer(DurableTrainer):
         if not np.isfinite(scores).all():  # argmax of NaN is 0, which would pass for an answer
             raise self.diverged(f"the model's scores after step {self.state.global_step} are not finite")
         return scores
-
-    def _batch_scores(self, features: list[dict[str, Any]], batches: list[list[int]]) -> list[torch.Tensor]:
-        """The scores of each batch, on the device."""
-        found = []
-        generator = torch.Generator()  # not the global one, which dropout uses
-        loader = self._loader(features, batch_sampler=batches, generator=generator)
-        self.callback_handler.eval_dataloader = loader
-        self.model.eval()
-        for inputs in ignore_signals_in_workers(loader):
-            with torch.no_grad(), self.accelerator.autocast():
-                _, scores = self.loss_sum(self.model, self._prepare_inputs(inputs))
-            found.append(scores.float())
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, {})
-        return found
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         with self.throughput.timing("excluded"):

@@ -99,10 +99,6 @@ def check_data(args: MlmArguments) -> None:
     for name in (*limits, "rewind_on_spike"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise InputError(f"{name}={getattr(args, name)} must be above 0; leave it out for no limit")
-    _check_objectives(args)
-
-
-def _check_objectives(args: MlmArguments) -> None:
     names, table = args.objective, objectives.TABLE
     if "mlm" not in names or len(set(names)) < len(names) or not set(names) <= table.keys():
         raise InputError(
