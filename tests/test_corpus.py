@@ -409,7 +409,7 @@ def test_the_preset_of_the_reference_runs_gives_the_mixture_of_their_records(roo
     """Each source's blocks are those of the mixture, and those that are left of its last chunk."""
     monkeypatch.setenv("FIVE_DOMAINS", "/nowhere")
     corpus = read_corpus("presets/corpus/five_domains.yaml")
-    for name, blocks in (("roberta_mini", 224_000), ("roberta_h100", 2_996_736)):
+    for name, blocks in (("roberta_mini", 416_000), ("roberta_h100", 2_996_736)):
         record = json.loads((root / "results" / name / "run_record.json").read_text())
         counts = record["counts"]["train"]
         taken = blocks_by_source(corpus.shares, record["steps"] * record["resolved_args"]["global_batch_size"])
