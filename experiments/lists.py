@@ -190,10 +190,10 @@ class Experiment:
         """Differences between the list and the settings of the last run, which come from the run record and, for the
         rest, from `row.json`."""
         stored, record = self.stored(), self.record()
-        now, ran_with = self._with_seed(self.settings), record.get("resolved_args", {})
+        now, ran_with = self._comparable(self.settings), record.get("resolved_args", {})
         compared = ran_with.keys() - (_DERIVED if stored["settings"] else ())
         ran = {name: ran_with[name] for name in now if name in compared}
-        before = self._with_seed({**(stored["settings"] or {}), **ran})
+        before = self._comparable({**(stored["settings"] or {}), **ran})
         if not stored["settings"]:  # not started, or run by hand: the record has only flags
             flags = [name for name in now if name != "script" and not name.startswith(_CONTENT)] if record else []
             now = {name: now[name] for name in flags}
@@ -207,7 +207,8 @@ class Experiment:
                 found.append(f"measure {name} was {was}, is `{shlex.join(words)}`")
         return found
 
-    def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _comparable(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings of this seed, with absolute folders to start from."""
         values = json.loads(json.dumps(settings).replace(SEED, str(self.seed)).replace(_RUN, str(self.run)))
         folders = {name: resolve_path(values[name]) for name in _STARTS if values.get(name)}
         return values | {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}

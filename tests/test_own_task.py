@@ -133,6 +133,12 @@ def test_a_model_of_few_positions_lowers_the_length_of_the_preset_alone(argv, tm
     assert "max_seq_length: 64\n" in (tmp_path / "out" / "lr0.001-batch4-seed1" / "preset.yaml").read_text()
 
 
+@pytest.mark.parametrize(("name", "comma"), [("t.csv", ","), ("t.tsv", "\t")])
+def test_blank_lines_between_rows_of_several_columns_are_no_rows(tmp_path, name, comma):
+    (tmp_path / name).write_text("text,label\n\na,x\n\n\nb,y\n\n".replace(",", comma))
+    assert own_task.read_table(str(tmp_path / name)) == [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+
+
 def test_scores_far_from_zero(argv, tmp_path):
     """Seconds since 1970, where float32 would round all predictions to the same number."""
     table = "sentence,label\n" + "".join(f"{word} {n},{10**9 + n}.5\n" for n, word in enumerate(SUBJECTS * 2))

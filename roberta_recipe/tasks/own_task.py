@@ -189,7 +189,8 @@ def _delimited(path: str, text: str, **dialect: Any) -> Rows:
             cells = cells or [""] * (len(names) == 1)  # an empty line of a single column is an empty text
             if cells and len(cells) != len(names):
                 raise InputError(f"{path}, line {reader.line_num}: another number of columns than in the header")
-            rows += [dict(zip(names, cells, strict=True))] * bool(cells)
+            if cells:
+                rows.append(dict(zip(names, cells, strict=True)))
     except csv.Error as error:
         raise InputError(f"{path}, row {len(rows) + 1}: {error} (a quote inside quotes is written twice)") from None
     return rows
