@@ -144,18 +144,18 @@ def read_arguments(argv: list[str]) -> tuple[tuple[GlueArguments, protocol.Finet
 
 
 def default_preset(argv: list[str]) -> str:
-    """The preset of a command line without `--config`: its task's, without a task RTE's; `OWN` where there is none."""
+    """The default preset: the task's (RTE's if none is named); `OWN` for a user's table or a task without a preset."""
     is_table = value_of(argv, "train_file") or value_of(argv, "dataset_name")
     preset = OWN if is_table else f"presets/glue/{value_of(argv, 'task_name') or 'rte'}.yaml"
     return preset if resolve_path(preset).is_file() else OWN
 
 
 def task_of(args: GlueArguments, do_predict: bool) -> glue.Task:
-    """GLUE's task, or that of the user's table, which is read here. Raises `InputError`."""
+    """The GLUE task, or the task of the user's table (read here). Raises `InputError`."""
     own_task.check_sources(args, do_predict)
     if args.table:
         if args.task_name in TASKS:
-            raise InputError(f"task_name={args.task_name} is GLUE's: leave it out, as {args.table} is your own task")
+            raise InputError(f"task_name={args.task_name} is a GLUE task: leave it out, to train on {args.table}")
         return own_task.read_task(args, do_predict)
     if args.task_name not in TASKS:
         known = f"{', '.join(TASKS)} (ax goes with mnli)"
@@ -275,8 +275,8 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
 
 
 def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Examples], tokenizer) -> TaskParts:
-    """An output per class, binary cross-entropy of each; a class is predicted from a probability of 0.5 on."""
-    warnings.filterwarnings("ignore", message="Label smoothing is not compatible")  # Trainer's, for its None too
+    """One output per class, binary cross-entropy; each class with a probability of at least 0.5 is predicted."""
+    warnings.filterwarnings("ignore", message="Label smoothing is not compatible")  # Trainer warns for None too
     return dataclasses.replace(
         as_classification(args, task, data, tokenizer),
         build_model=lambda: build_model(args, list(task.labels), "multi_label_classification"),
@@ -373,7 +373,7 @@ def make_features(
             features[split] += [
                 {**compact(encoded, row), **targets(task, label)} for row, label in enumerate(labels[some])
             ]
-            # not by `return_overflowing_tokens`: of a long pair, it returns each window of one with each of the other
+            # not `return_overflowing_tokens`: for a long pair, it returns all combinations of the texts' windows
             full = [row for row, ids in enumerate(encoded["input_ids"]) if len(ids) == args.max_seq_length]
             whole = encode(*([column[row] for row in full] for column in texts), verbose=False) if full else {}
             longer += sum(len(ids) > args.max_seq_length for ids in whole.get("input_ids", []))
@@ -382,7 +382,7 @@ def make_features(
 
 
 def targets(task: glue.Task, label) -> dict:
-    """The label columns of a feature: `labels` has one entry per example, which is what losses are divided by."""
+    """The label columns of a feature. `labels` has one entry per example: losses are divided by their number."""
     lowest, highest = task.scale
     if task.multi_label:
         return {"labels": 0, "classes": label}
@@ -489,7 +489,7 @@ def measure(
 
 
 def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray, data) -> list[dict]:
-    """The answer to each example of a split, the worst first; with its probability except for rankings."""
+    """Each example of a split with its prediction, the worst first; with probabilities except for rankings."""
     labels, predictions = data[split].labels, form.predictions(split, scores, scores)
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
     if task.multi_label:

@@ -9,7 +9,7 @@
     accelerate launch finetune_ner.py --dataset_name unimelb-nlp/wikiann --dataset_config_name en
 
 Takes any AutoModelForTokenClassification checkpoint with a fast tokenizer. A CoNLL file has a word per line, its
-tag in the last column, and a blank line between sentences; JSON lines and Parquet have a list of each per sentence. The
+tag in the last column, and a blank line between sentences; JSON and Parquet rows have lists of words and of tags. The
 same command resumes. The preset names the source of each value; any flag overrides it.
 """
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> Summary:
     runs = protocol.preset_runs(args, training_args)
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, DEFAULT)
 
-    # 5. Median and spread over seeds, beside the paper's if it has the task.
+    # 5. Median and spread over seeds.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:
@@ -150,7 +150,7 @@ def announce(args: NerArguments, windows: dict[str, ner.Windows], names, scheme:
         words = sum(len(sentence.words) for sentence in made.sentences)
         counts[f"words without a token in {split}"] = words - sum(len(index) for _, index in made.word_index)
         where = getattr(args, f"{split}_file") or f"{args.train_file or args.dataset_name}, {split}"
-        counts[f"words with tags that training lacks in {split}"] = unknown_tags(where, made.sentences, names)
+        counts[f"words with unseen tags in {split}"] = unknown_tags(where, made.sentences, names)
     rows = ", ".join(f"{split} {len(made.sentences):,}" for split, made in windows.items())
     logger.info(
         f"Task        {args.train_file or args.dataset_name}: {listed(names, 20)}; {scheme or 'no entities'}\n"

@@ -152,7 +152,7 @@ def announce(args: RaceArguments, data, left_out, features: dict[str, race.Featu
                 f"{row['questions']:,} questions, {row['options_cut']:,} options cut to {args.max_option_length}"
             )
     lines.append(
-        f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have an article of training"
+        f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions share an article with training"
     )
     logger.info("\n".join(lines))
     return {"duplicates": {"articles_in_train": overlap}, "features": counts}
@@ -206,7 +206,7 @@ def measure(questions: list[race.RaceExample], scores: np.ndarray) -> dict[str, 
 
 
 def answers_of(questions: list[race.RaceExample], scores: np.ndarray) -> list[dict]:
-    """The answer to each question, the worst first; its article is in the file that its id names."""
+    """Each question with its prediction, the worst first; its id names the article's file."""
     examples = [
         {"id": question.id, "question": question.question, **dict(zip(race.LETTERS, question.options, strict=True))}
         for question in questions

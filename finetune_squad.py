@@ -143,7 +143,7 @@ def check_arguments(args: SquadArguments, training_args: protocol.FinetuneTraini
             raise InputError(f"{name}={getattr(args, name)} must be at least 1")
     length = args.max_seq_length
     for_context = length - args.max_query_length - SPECIAL_TOKENS
-    if args.doc_stride >= for_context:  # the fix: at most BERT's shares of 512
+    if args.doc_stride >= for_context:  # suggested: BERT's 1/4 and 1/8 at most
         stride, query = min(args.doc_stride, length // 4), min(args.max_query_length, length // 8)
         raise InputError(
             f"max_seq_length={length} leaves {max(for_context, 0)} tokens for a context with "
@@ -213,7 +213,7 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
         f"Answers     {answers['verbatim']:,} of {answers['answers']:,} are recovered verbatim from their labels; "
         f"{len(others):,} begin or end inside a token{example}; {answers['in_no_window']:,} fit into no window\n"
         f"Questions   {sum(questions_cut.values()):,} truncated to {args.max_query_length} tokens\n"
-        f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions have a context of training"
+        f"Duplicates  {overlap:,} of {len(data['validation']):,} validation questions share a context with training"
     )
     if misplaced:
         logger.warning(
@@ -224,8 +224,8 @@ def announce(args: SquadArguments, data, windows: dict[str, squad.Windows], over
     spans = zip(made.question_index.tolist(), made.features, strict=True)
     if longer := {n for n, row in spans if row["end_positions"] - row["start_positions"] >= args.max_answer_length}:
         logger.warning(
-            f"Answers     {counted(len(longer), 'validation question')} with a first answer above the "
-            f"{args.max_answer_length} tokens of max_answer_length, which no prediction has: raise it"
+            f"Answers     {counted(len(longer), 'validation question')} with a first answer longer than "
+            f"max_answer_length={args.max_answer_length} tokens, which cannot be predicted: raise it"
         )
     answers["no_whole_tokens"] = len(others)
     counts = {"left_out_misplaced": len(misplaced), "unanswerable": unanswerable, "questions_cut": questions_cut}

@@ -51,7 +51,7 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.stopping import Stopping
 
-TEXT_NAME = "text.json"  # in the folder of a tokenizer that a run trained: the fingerprint of its text
+TEXT_NAME = "text.json"  # in the folder of a run's own tokenizer: fingerprint of its training text
 # free flags that must be the same on all ranks
 _ALIKE = ("max_train_minutes", "rewind_on_spike", "skip_blocks", "max_eval_samples", "blimp_dir")
 FULL_RECIPE = "accelerate launch train_mlm.py --config presets/mlm/roberta_base.yaml"
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with processes.first_process_first(training_args):  # the others reuse its docstrings and hashes
+    with processes.first_process_first(training_args):  # other ranks reuse its corpus and hashes
         corpus = pretraining.resolve_corpus(args)
         announce_preset(argv, corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
@@ -180,12 +180,12 @@ def train_missing_tokenizer(
     argv: list[str], args: MlmArguments, training_args: MlmTrainingArguments, corpus: corpora.Corpus
 ) -> None:
     """Train the tokenizer of the demonstration, or of a run without `--tokenizer_name`, unless it exists. Raises
-    `InputError` if a start before the first checkpoint trained it on another text."""
+    `InputError` if it exists, from other text, and there is no checkpoint yet."""
     folder, own = Path(args.tokenizer_name), args.tokenizer_name == run_tokenizer_folder(training_args)
     if not own:  # a run's own tokenizer is not looked up in the repository, which may hold another run of that name
         folder = resolve_path(folder)
     text, stored = corpora.corpus_fingerprint(corpus), folder / TEXT_NAME
-    # another text than a checkpoint's is refused, or allowed, by `checkpoint.load_state`
+    # once there is a checkpoint, `checkpoint.load_state` decides on changed text
     is_unused = own and stored.is_file() and not checkpoint.all_folders(training_args.output_dir)
     if is_unused and (changed := durable.differences(read_input_json(stored), text)):
         changes = "; ".join(changed.values())
@@ -235,7 +235,7 @@ def build_blocks(
         processes=training_args.world_size,
         process=training_args.process_index,
         start=resumed["position"] if resumed else 0,
-        # rank 0's, as a shared file system may show the others an older list
+        # rank 0's: on a shared file system, other ranks may read a stale list
         skipped=processes.on_first_process(
             training_args, lambda: pretraining.skipped_blocks(args, training_args, resumed, reader)
         ),
@@ -272,7 +272,7 @@ def announce_run(
     of_text = passes(args, steps, reader, size, validation)
     pretraining.warn_of_small_files(reader.corpus, size, length)
     seeds = f"seed {training_args.seed}, data seed {pretraining.data_seed(training_args)}"
-    by_token = "" if args.masking_unit == "token" else f"; masked by token, not by {args.masking_unit} as in training"
+    by_token = "" if args.masking_unit == "token" else f"; masked by token (training: by {args.masking_unit})"
     logger.info(
         f"Recipe      {pretraining.preset_of(argv)[0]}: learning rate {training_args.learning_rate:g}, warm-up "
         f"{training_args.get_warmup_steps(steps):,} steps, {args.mlm_probability:.0%} masked, {seeds}\n"

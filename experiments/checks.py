@@ -59,7 +59,7 @@ def _run_facts(row: Experiment) -> dict[str, Any]:
     """The fingerprint of a row's run without seeds, and its number of held-out blocks; empty for an unfinished row, and
     if each seed starts from its own checkpoint."""
     record = {} if SEED in str(row.settings) else row.record()
-    for path in row.run.glob(f"*/{RECORD_NAME}") if "picked" in record else ():  # a fine-tuning's only run
+    for path in row.run.glob(f"*/{RECORD_NAME}") if "picked" in record else ():  # the only fine-tuning run
         record = read_record(path, ("fingerprint", "metrics"), AGAIN)
     fingerprint = {name: of for name, of in record.get("fingerprint", {}).items() if name not in ("seed", "data_seed")}
     return fingerprint | {"eval_blocks": record["metrics"].get("eval_blocks")} if fingerprint else {}

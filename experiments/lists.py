@@ -35,7 +35,7 @@ _RUN = "{run}"  # placeholder for the row's output_dir, in the folder of its own
 AGAIN = "move its folder away to run it again, or rename the changed row"
 _SET_BY_RUNNER = ("output_dir", "config", "seed", "seeds", "max_train_minutes", "sweep", "push_to_hub", "help")
 _SET_FOR_MEASURES = ("model_name_or_path", "output", "output_dir", "help")
-# may change in a resumed run, but change the text of the loss, or what the run trains on
+# may change in a resumed run, but change the evaluated text or the training data
 _COMPARED = ("max_eval_samples", "skip_blocks", "rewind_on_spike")
 _CHOSEN = ("attn_implementation",)  # chosen and recorded by the run unless set
 _DERIVED = ("max_steps", "max_seq_length")  # by a run, from its epochs and its model
@@ -148,7 +148,7 @@ class Experiment:
         return read_record(path, ("settings", "measures", "seconds"), AGAIN)
 
     def record(self) -> dict[str, Any]:
-        """The run record, or a fine-tuning's summary; empty until the run has finished. Raises `InputError`."""
+        """The run record, or the fine-tuning summary; empty until the run has finished. Raises `InputError`."""
         if (self.run / SUMMARY_NAME).is_file():
             return read_record(self.run / SUMMARY_NAME, ("settings", "picked"), AGAIN)
         if not (self.run / RECORD_NAME).is_file():
@@ -373,9 +373,9 @@ def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dic
         if tool and tool not in measures:
             raise InputError(f"{where} needs the measure {tool!r}: add it")
         if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or tool != name]:
-            raise InputError(f"{where}: flag {refused[0]} is the runner's, or the measure has no flags; remove it")
+            raise InputError(f"{where}: flag {refused[0]} is set by the runner, or not supported here; remove it")
         if name == "blimp" and "pll" not in flags.get("methods", "pll"):
-            raise InputError(f"{where}: its figure is by pll: add pll to methods, or leave methods out")
+            raise InputError(f"{where}: its score needs pll: add pll to methods, or leave methods out")
         if tool == name:
             switches = [f"--{flag}" for flag, value in flags.items() if value is True]
             others = {flag: value for flag, value in flags.items() if not isinstance(value, bool)}

@@ -134,7 +134,7 @@ class Runner:
         """The number of rows left, and an ETA from the mean time of the finished ones."""
         left = len(self.waiting) + len(self.running)
         if not left:
-            return "the last"
+            return "no rows left"
         spent = [row.stored()["seconds"] for row in self.rows if not row.to_do()]
         running_s = sum(time.monotonic() - running.begun_s for running in self.running)
         eta_s = (left * sum(spent) / len(spent) - running_s) / (len(self.running) + len(self.free))

@@ -16,7 +16,7 @@ from roberta_recipe.standard_error import with_error
 from tools import significance
 from tools.significance import PAIRS, Comparison
 
-NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "no number", "other words"
+NOT_RUN, UNFINISHED, NO_NUMBER, OTHER_WORDS = "not run", "unfinished", "not finite", "different words"
 Records = list[tuple[Experiment, list[dict[str, Any]]]]  # finished rows and their run records
 
 
@@ -148,7 +148,7 @@ def notes(listed: ExperimentList, found: dict[str, dict[str, Cell]], records: Re
             )
     elif len(listed.variants) > 1:
         seeds = len(listed.seeds)
-        test, unless = f"of the {seeds} pairs of a seed", ""
+        test, unless = f"of {seeds} pairs with equal seeds", ""
         if seeds < PAIRS:
             test = f"of {seeds} and {seeds} seeds"
             unless = " if Welch's t-test agrees or the standard deviations differ at most fourfold"
@@ -175,8 +175,8 @@ def _reading_note(listed: ExperimentList) -> list[str]:
     if len(names) < 2:
         return []
     said = "; ".join(f"{reading} in {', '.join(of)}" for reading, of in names.items())
-    others = "; the words of one piece are not the same ones" * ("short_words" in listed.measures)
-    return [f"Words were read: {said}{others}."]
+    others = "; the one-piece words differ too" * ("short_words" in listed.measures)
+    return [f"Input format of words: {said}{others}."]
 
 
 def _finished_records(listed: ExperimentList) -> Records:

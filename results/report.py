@@ -445,7 +445,8 @@ def _tuned_name(model: str, args: dict[str, Any]) -> str:
 
 def _settings(args: dict[str, Any]) -> str:
     """The main hyperparameters of a fine-tuning."""
-    steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else f"{args['num_train_epochs']:g} epochs"
+    epochs = f"{args['num_train_epochs']:g} epoch{'s' * (args['num_train_epochs'] != 1)}"
+    steps = f"{args['max_steps']:,} steps" if args.get("max_steps", -1) > 0 else epochs
     shown = [f"{args['learning_rate']:g}", f"batch {args['global_batch_size']}", steps]
     shown.append(f"length {args['max_seq_length']}")
     if args.get("max_train_samples"):
@@ -482,11 +483,13 @@ def sections(ledger: Ledger, folder: Path) -> list[Section]:
     compared, rows = tested(ledger), all_rows(ledger)
     ours = [each for each in compared if each[0].random or each[0].model.partition(",")[0] in ledger.pretrained]
     known = [each for each in compared if each not in ours]
-    not_run = [row.shown for row in paper_rows() if row.shown not in {line[0] for line in rows}]
+    not_run = [row.shown for row in paper_rows() if row.shown not in {pair.row.shown for pair, _ in ours}]
     names = sorted(path.stem for path in (ROOT / "presets" / "tables").glob("*.yaml") if path.stem != "scales")
     waiting = [name for name in names if not any(f"TABLE={name}" in command for *_, command in ledger.orderings)]
     known_head, *known_rows = ((*line[:3], *line[4:7]) for line in (SCORE_HEAD, *score_table(known)))
-    encoders = "Public encoders, fine-tuned by the scripts and presets of this repository: a check of the protocol."
+    encoders = (
+        "Public encoders, fine-tuned by this repository's scripts with the settings below: a check of the protocol."
+    )
     small = "Small models, several seeds; bits are per masked word, ± is the standard error over seeds."
     blimp = blimp_table.rows(ledger.blimp) if ledger.blimp else ()
     speedrun = [f"[{SPEEDRUN_NAME}]({SPEEDRUN_NAME})"] * (folder / SPEEDRUN_NAME).is_file()
@@ -510,7 +513,7 @@ def sections(ledger: Ledger, folder: Path) -> list[Section]:
 
 def _notes(compared: list[tuple[Pair, TestResult]]) -> list[str]:
     notes = dict.fromkeys(f"- {pair.row.name}: {pair.any['note']}." for pair, _ in compared if pair.any["note"])
-    return [*["Data other than the official files:"] * bool(notes), *notes]
+    return [*["Notes on the data:"] * bool(notes), *notes]
 
 
 def as_markdown(shown: Sequence[Section]) -> str:

@@ -12,7 +12,7 @@ _VALUE = re.compile(r"([?&][^\s=&?'\"]*=)[^\s&'\"#]+")  # of a URL's query
 _SECRET_VALUE = re.compile(r"[?&][^\s=&?'\"]*(token|key|secret|sig|pass|pwd|auth|cred)[^\s=&?'\"]*=[^\s&'\"#]", re.I)
 _HUB_TOKEN = re.compile(r"\bhf_(?:\w+_)?[A-Za-z0-9]{20,}")  # also hf_oauth_...
 _VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)", re.I)
-_MIN_LENGTH = 8  # shorter values of such variables ("true") are no secrets
+_MIN_LENGTH = 8  # shorter values of such variables ("true") are not secrets
 
 
 def redact(text: str) -> str:

@@ -149,8 +149,8 @@ def seal(folder: Path) -> None:
 
 
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
-    """Seal the finished folder `temporary` and rename it to `target`. An older `target` is deleted first or, without
-    `replace` and if not empty, raises `InputError`."""
+    """Seal the finished folder `temporary` and rename it to `target`. `replace` deletes an older `target` first;
+    without it, a non-empty `target` raises `InputError`."""
     seal(temporary)
     if replace:
         shutil.rmtree(target, ignore_errors=True)

@@ -58,7 +58,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message (with the next after a colon), or its type where it has none."""
+    """The first line of an exception's message (two if it ends in a colon), or its type if the message is empty."""
     lines = list(filter(None, str(error).splitlines())) or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -119,7 +119,7 @@ def exit_on_error(main: Callable[[], Any]) -> None:
 
 
 def interruptible(call: Callable[[], Any]) -> Any:
-    """Run a long GIL-releasing library call that writes no files in a thread: signals end the process at once."""
+    """Run a long call that releases the GIL and writes no files, in a thread: signals end the process at once."""
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(call).result()

@@ -68,7 +68,7 @@ def peak_memory_bytes() -> int:
 
 def keep_freed_memory() -> bool:
     """Configure glibc's malloc to reuse freed memory for large allocations; returns whether it does. User settings
-    stay. By default each activation above 128 KiB to 32 MiB gets fresh pages, which the kernel has to clear."""
+    stay. By default, allocations above a threshold (128 KiB to 32 MiB) get fresh pages, which the kernel clears."""
     has_settings = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
     if has_settings or platform.libc_ver()[0] != "glibc":
         return False

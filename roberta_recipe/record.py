@@ -190,7 +190,7 @@ class Summary(TypedDict):
 
     metric: str
     settings: list[SettingScores]
-    picked: int  # number of the setting with the best median
+    picked: int  # index of the setting with the best median
     task: str
     dataset: DatasetCard
     scored_examples: dict[str, int]  # as in `FinetuneRecord`
@@ -283,7 +283,7 @@ def finite(value: Any) -> Any:
 
 
 def portable(value: Any, name: str = "", local: tuple[str, ...] = ()) -> Any:
-    """`value`, of the flag or field `name`, with file names in place of local paths; `local`: further names."""
+    """`value` of the flag or field `name`, with local paths cut to file names; `local`: further path fields."""
     if isinstance(value, dict):
         return {key: portable(item, key, local) for key, item in value.items()}
     if isinstance(value, list):

@@ -182,12 +182,12 @@ def _check_values(cls: type, values: dict[str, Any], defaults: dict[str, Any]) -
 
 
 def _check_numbers(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Raise `InputError` for a number that is not finite, negative (unless it is the default) or a huge integer."""
+    """Raise `InputError` for a number that is negative or not finite, or an integer from 2^32; defaults pass."""
     for name, value in values.items():
         for number in value if isinstance(value, list) else [value]:
             is_number = isinstance(number, int | float) and number != defaults.get(name)
             if is_number and not 0 <= number < (NUMBERS_END if isinstance(number, int) else math.inf):
-                raise InputError(f"{name}={number} must be a number from 0 on (integers: below 2^32)")
+                raise InputError(f"{name}={number} must be at least 0 and finite (integers: below 2^32)")
 
 
 def _title(cls: type, name: str) -> str:

@@ -60,7 +60,7 @@ def without_accepted(argv: list[str], known: Collection[str]) -> list[str]:
     for name, value in vars(given).items():
         values, reason = ACCEPTED[name]
         if value.lower() not in values if values else not value.isdigit():  # the value may be a secret
-            raise InputError(f"unknown argument '--{name}' with this value; here: {reason}")
+            raise InputError(f"unsupported value of '--{name}'; here: {reason}")
         log_once(f"Flags       --{name} has no effect: {reason}")
     return others
 

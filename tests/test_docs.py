@@ -341,7 +341,7 @@ def test_every_command_of_the_page_runs(root, tmp_path, shell, monkeypatch, caps
 
 
 ANSWERED = (  # a part of what each answer prints
-    "1 of 32 shown; blocks and masks equal the hash in its log",
+    "1 of 32 shown; blocks and masks match the hash in its log",
     "Packed 1 shard, ",
     "Resuming    from runs/stopped/checkpoint-1\n",
     "same: weights and log up to step 4",

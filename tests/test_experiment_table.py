@@ -58,10 +58,20 @@ def test_words_of_one_piece_that_are_other_words_get_no_verdict(listed, monkeypa
     )
     text = table.write(listed({"words": names, "short_words": names}))
     assert lines_of(text)["same"][-3:] == ["+1.00 ± 0.10", "0.016", "worse"]
-    assert lines_of(text)["other"][3:] == ["+1.00 ± 0.10", "0.016", "worse", "4.200 ± 0.071", "-", "-", "other words"]
-    assert "Words were read: sentences apart in first, same; as written in other; the words of one piece are" in text
+    assert lines_of(text)["other"][3:] == [
+        "+1.00 ± 0.10",
+        "0.016",
+        "worse",
+        "4.200 ± 0.071",
+        "-",
+        "-",
+        "different words",
+    ]
+    assert (
+        "Input format of words: sentences apart in first, same; as written in other; the one-piece words differ" in text
+    )
     read_apart["other"] = 18
-    assert "Words were read" not in table.write(listed({"words": names, "short_words": names}))
+    assert "Input format of words" not in table.write(listed({"words": names, "short_words": names}))
 
 
 def test_rows_that_are_missing_leave_cells_unfinished(listed):
@@ -69,14 +79,14 @@ def test_rows_that_are_missing_leave_cells_unfinished(listed):
     rows = lines_of(table.write(listed({"loss": names, "blimp": dict.fromkeys(names, [60.0] * 5)})))
     assert rows["begun"][1:6] == ["1 of 5", "3.000", "-", "-", "unfinished"]
     assert rows["none"][1:6] == ["0 of 5", "not run", "-", "-", "not run"]
-    assert rows["lost"][1:6] == ["5", "nan", "-", "-", "no number"]
+    assert rows["lost"][1:6] == ["5", "nan", "-", "-", "not finite"]
     assert rows["lost"][6:] == ["60.000", "0.000", "1", "within noise"]
 
 
 def test_from_eight_seeds_on_a_seed_is_a_pair(listed):
     first = [3.0, 5.0, 7.0, 9.0, 2.0, 4.0, 6.0, 8.0]
     text = table.write(listed({"score": {"first": first, "more": [one + 0.1 for one in first]}}))
-    assert lines_of(text)["more"][4:] == ["0.0078", "better"] and "of the 8 pairs of a seed" in text  # 2 / 2^8
+    assert lines_of(text)["more"][4:] == ["0.0078", "better"] and "of 8 pairs with equal seeds" in text  # 2 / 2^8
     assert "significant up to 0.05 (docs" in text  # Welch's test is of unpaired scores
 
 

@@ -90,7 +90,7 @@ def test_command_line(write, tmp_path, root):
     done = run_python("experiments/run.py", path, "--jobs", jobs, cwd=root)
     assert done.returncode == 0, done.stderr
     assert "starts  high, seed 3: not started; core" in done.stderr, done.stderr
-    assert "done    high, seed 3: validation loss, nats" in done.stderr and "the last" in done.stderr
+    assert "done    high, seed 3: validation loss, nats" in done.stderr and "no rows left" in done.stderr
     record = durable.read_json(tmp_path / "out/high/seed-3/run/run_record.json")
     assert record["hardware"]["cpu_cores"] == len(os.sched_getaffinity(0)) // jobs
     assert record["resolved_args"]["seed"] == 3 and record["steps"] == 4
@@ -412,10 +412,10 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
         ({"rows": [{"name": "a", "claim": "better"}]}, "row 'a': claim=better on the first row"),
         ({"rows": []}, "rows is missing or empty"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
-        ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is the runner's, or"),
-        ({"measures": {"blimp": {"methods": ["within_word"]}}}, "measure 'blimp': its figure is by pll"),
+        ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is set by the runner, or"),
+        ({"measures": {"blimp": {"methods": ["within_word"]}}}, "measure 'blimp': its score needs pll"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
-        ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is the runner's"),
+        ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is set by the runner"),
         ({"measures": {"short_words": None}}, "measure 'short_words' needs the measure 'words'"),
         ({"measures": {"score": None}}, "row 'low': measure score is for fine-tuning, not for train_mlm.py"),
         ({"rows": [{"name": "a", "flags": {"warmup_steps": 50}}]}, "'a': warmup_steps=50 is more than the 4 steps of"),

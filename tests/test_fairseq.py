@@ -303,14 +303,14 @@ def test_a_classifier_gets_an_empty_masked_lm_head_that_is_not_taken_for_a_train
 @pytest.mark.parametrize(
     ("changed", "head", "message"),
     [
-        ({"hidden_act": "relu"}, None, "hidden_act='relu': fairseq computes gelu$"),
+        ({"hidden_act": "relu"}, None, "hidden_act='relu': fairseq supports gelu$"),
         (
             {"hidden_act": "silu"},
             "topic",
-            "hidden_act='silu': fairseq computes gelu, gelu_new, relu, relu2, tanh, linear",
+            "hidden_act='silu': fairseq supports gelu, gelu_new, relu, relu2, tanh, linear",
         ),
-        ({"layer_norm_eps": 1e-12}, None, "layer_norm_eps=1e-12, and fairseq's RoBERTa computes with 1e-05"),
-        ({"pad_token_id": 0}, None, "pad_token_id=0, and fairseq's RoBERTa computes with 1"),
+        ({"layer_norm_eps": 1e-12}, None, "layer_norm_eps=1e-12, but fairseq's RoBERTa uses 1e-05"),
+        ({"pad_token_id": 0}, None, "pad_token_id=0, but fairseq's RoBERTa uses 1"),
         ({"is_decoder": True}, None, "is_decoder=True"),
         ({"type_vocab_size": 2}, None, "no token types, and the model has type_vocab_size=2"),
     ],
@@ -349,7 +349,7 @@ def test_a_tokenizer_that_fairseqs_bpe_does_not_follow_is_refused(tokenizer_dir,
         fairseq.write_vocabulary(ordinary, tmp_path)
     lower = AutoTokenizer.from_pretrained(tokenizer_dir)
     lower.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(InputError, match="normalizer has type='Lowercase', and fairseq's BPE computes None"):
+    with pytest.raises(InputError, match="normalizer has type='Lowercase', but fairseq's BPE uses None"):
         fairseq.write_vocabulary(lower, tmp_path)
     prefixed = AutoTokenizer.from_pretrained(tokenizer_dir)
     prefixed.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -379,7 +379,7 @@ class Harmful:
 def test_nothing_of_a_pickle_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {}, "args": Harmful()}, "model.pt")
-    with pytest.raises(InputError, match="cannot be read without its code") as refusal:
+    with pytest.raises(InputError, match="cannot be read without running code") as refusal:
         fairseq.read_checkpoint(tmp_path / "model.pt")
     code = str(refusal.value).split('python -c "')[1].removesuffix('"')  # of the command that saves it anew
     compile(code, "command", "exec")

@@ -113,7 +113,7 @@ def test_two_seeds_and_the_same_command_again(flags, tmp_path, capfd):
     assert "7 rows from 2 runs" in first.out and "ensemble    validation accuracy" in first.out
     assert "Duplicates  0 of 9" in first.err
     said = "presets/glue/rte.yaml: learning rate 0.001, batch 8, 6 steps (2 epochs), warm-up 1 step, seeds 1, 2\n"
-    assert said in first.err and first.err.count(", of all runs ") == 4  # from the second step of the first seed on
+    assert said in first.err and first.err.count(", all runs ") == 4  # from the second step of the first seed on
     kept = [path.parent.parent.name for path in (tmp_path / "glue").rglob("best/model.safetensors")]
     assert len(kept) == 1  # only the best run's weights are kept
     finetune_glue.main(argv)
@@ -329,7 +329,7 @@ def test_a_task_outside_of_the_protocol_is_marked_in_the_table(tmp_path, capsys)
     summary_of(tmp_path, "qnli", model_name_or_path="runs/mine/")
     glue_table.main(["--folder", str(tmp_path)])
     assert re.findall(r"^\* .*$", capsys.readouterr().out, re.M) == [
-        "* rte, not comparable with Table 5: fine-tuned from runs/other, not from runs/mine as most tasks"
+        "* rte, not comparable with Table 5: fine-tuned from runs/other (most tasks: runs/mine)"
     ]
     others = {"qnli_form": "ranking", "label_smoothing_factor": 0.1, "optim": "lamb", "optim_args": "a=1"}
     for name, value in {**others, "neftune_noise_alpha": 5.0, "tokenizer_name": "roberta-base"}.items():

@@ -53,7 +53,7 @@ def test_the_eta_of_several_runs_has_them_all(monkeypatch):
     now = types.SimpleNamespace(s=0.0)
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.s))
     state = types.SimpleNamespace(global_step=0, max_steps=11, is_world_process_zero=False)
-    for steps_after, said in ((0, "ETA 50 s"), (22, "ETA 50 s, of all runs 4 min")):
+    for steps_after, said in ((0, "ETA 50 s"), (22, "ETA 50 s, all runs 4 min")):
         line, state.global_step, now.s = progress.Progress(steps_after), 0, 0.0
         line.on_train_begin(None, state, None)
         for state.global_step in range(1, 7):

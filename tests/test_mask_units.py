@@ -296,7 +296,7 @@ def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, capsys, mon
     flags = ["--config", preset, "--masking_unit", "span", "--static_masks", "2", "--max_train_samples", "10"]
     flags += ["--save_strategy", "steps", "--save_steps", "2"]
     whole = train_mlm.main([*flags, "--output_dir", str(tmp_path / "whole")])
-    assert "masked by token, not by span as in training" in capsys.readouterr().err
+    assert "masked by token (training: by span)" in capsys.readouterr().err
     for name in ("again", "other", "drawn_before"):
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / name / "checkpoint-2")
     resumed = train_mlm.main([*flags, "--output_dir", str(tmp_path / "again")])

@@ -261,7 +261,7 @@ def test_other_tags_and_words_with_blanks(argv, tmp_path, capfd):
     assert finetune_ner.main(argv("--do_predict", **files))["tests"]["test"]["examples"] == 1
     said = capfd.readouterr().err
     assert "tags are not entity tags (B-, I-, O): scored by accuracy" in said
-    assert "words with tags that training lacks in validation: 1" in said
+    assert "words with unseen tags in validation: 1" in said
     lines = (tmp_path / "out" / RUN / "validation_predictions.conll").read_text().splitlines()
     assert [line.split("\t")[:2] for line in lines] == [["New York", "LOC"], ["is", "O"], ["Mary", "PER"]]
 

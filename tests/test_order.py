@@ -96,7 +96,7 @@ def test_skipped_positions_are_left_out_and_all_others_stay_in_order(seed):
 
 @pytest.mark.parametrize("word", ["", "5-", "-5", "9-3", "1,000", "1.5", "a-b", "1-2-3", "1 - 2"])
 def test_ranges_that_cannot_be_read(word):
-    with pytest.raises(InputError, match=r"skip_blocks: .* must read like 41000-41063"):
+    with pytest.raises(InputError, match=r"skip_blocks: .* must look like 41000-41063"):
         read_ranges([word])
 
 

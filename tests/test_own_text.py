@@ -230,7 +230,7 @@ def test_epochs_that_make_no_run_are_refused(preset):
     flags = ["--config", preset, "--num_train_epochs"]
     with pytest.raises(InputError, match=r"max_steps=9, num_train_epochs=3: set one of them"):
         train_mlm.main([*flags, "3", "--max_steps", "9"])
-    with pytest.raises(InputError, match=r"=0.5 over \d+ blocks is one step .*: lower it, or --num_") as refused:
+    with pytest.raises(InputError, match=r"=0.5 over \d+ blocks is one step .*: lower the batch, or --num_") as refused:
         train_mlm.main([*flags, "0.5", "--global_batch_size", "2048"])
     epochs = str(refused.value).split()[-1]
     with pytest.raises(InputError, match=f"num_train_epochs={int(epochs) - 1} over .* is one step"):

@@ -175,8 +175,8 @@ def test_bad_presets(tmp_path, text, named):
         ("--input_format x", "--input_format.*full_sentences"),
         ("--eval_strategy sometimes", "--eval_strategy.*sometimes"),
         ("--eval_strategy epoch", "eval_strategy=epoch.*steps"),
-        ("--learning_rate nan", "learning_rate=nan must be a number from 0 on"),
-        ("--adam_epsilon -1", "adam_epsilon=-1.0 must be a number from 0 on"),
+        ("--learning_rate nan", "learning_rate=nan must be at least 0"),
+        ("--adam_epsilon -1", "adam_epsilon=-1.0 must be at least 0"),
         ("--seed 4294967296", r"seed=4294967296 must be .* below 2\^32"),
         ("--logging_steps 0", "logging_steps"),
         ("--accelerator_config nofile.json", "nofile.json"),
@@ -191,7 +191,7 @@ def test_bad_flags(preset, argv, said):
 def test_numbers_of_a_preset_are_checked_too(preset):
     with open(preset, "a") as stream:
         stream.write("save_total_limit: -3\n")
-    with pytest.raises(InputError, match="save_total_limit=-3 must be a number from 0 on"):
+    with pytest.raises(InputError, match="save_total_limit=-3 must be at least 0"):
         parsed([], preset)
 
 

@@ -407,7 +407,7 @@ def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     write(tmp_path / "dev-v2.0.json", held_out)
     finetune_squad.main(flags("2.0", "--data_dir", tmp_path, "--max_answer_length", 5))
     assert "Dropped     1 training questions" in (said := capsys.readouterr().err) and "1-3-a" in said
-    assert "2 validation questions with a first answer above the 5 tokens of max_answer_length" in said
+    assert "2 validation questions with a first answer longer than max_answer_length=5 tokens" in said
     assert record_of(tmp_path, "2.0")["features"]["left_out_misplaced"] == 1
     for _, entries in made:
         for row in entries:

@@ -94,7 +94,7 @@ def test_a_machine_without_a_gpu_packs_for_a_machine_with_gpus(preset, tmp_path,
     lines = capsys.readouterr().err
     assert f"train {chunk[-1]['blocks']} blocks, {chunk[-1]['tokens']:,} tokens of 200 documents\n" in lines
     assert " tokens of 20 documents\n            0 sentences longer than a block were split; left out: 0 empty" in lines
-    with pytest.raises(InputError, match="machine='3/2' must read like 2/4"):
+    with pytest.raises(InputError, match="machine='3/2' must look like 2/4"):
         pack.main([*flags, "--machine", "3/2"])
     with pytest.raises(InputError, match="token_cache is not set"):
         pack.main(["--config", preset])

@@ -32,9 +32,9 @@ from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
-    """As `pretraining.preset_of`, but without `--config` the preset in the checkpoint's folder, if any. Its attention
-    and its order of blocks are ignored, as another device or text may not have them, and its text if the command names
-    another."""
+    """As `pretraining.preset_of`, but without `--config` the preset in the checkpoint's folder, if any. Ignored are its
+    attention and order of blocks, as another device or text may not support them, and its text if the command line
+    names text."""
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
     if value_of(argv, "config") or not own.is_file():
         return pretraining.preset_of(argv)

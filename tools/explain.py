@@ -98,7 +98,7 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
     config, output_dir = (flags.value_of(argv, name) for name in ("config", "output_dir"))
     folder = resolve_path(output_dir) if output_dir and not config else None
     preset = ["--config", str(folder / PRESET_NAME)] if folder else []
-    found = ["--output_dir", str(folder)] if folder else []  # of a repeated flag, the last counts
+    found = ["--output_dir", str(folder)] if folder else []  # the last of repeated flags wins
     # accepts bf16 on a machine without a GPU
     argv = [*preset, *argv, *found, "--use_cpu", "true", "--report_to", "none"]
     filled, _ = pretraining.read_arguments(argv, __doc__, extra=(ExplainArguments,))
@@ -165,7 +165,7 @@ def print_step(
             f"{folder / LOG_NAME}: step {step} had different blocks or masks: was the run resumed "
             "despite changes, or by another version of this recipe?"
         )
-    checked = "blocks and masks equal the hash in its log"
+    checked = "blocks and masks match the hash in its log"
     if wanted is None:
         checked = "its log has no hash of this step alone" if folder else "nothing is trained"
     whole = order.in_words(order.unskipped(first, size, blocks.skipped))

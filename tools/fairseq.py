@@ -110,7 +110,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
         resave = _RESAVE.format(path=path, plain=path.with_name(f"plain_{path.name}"))
         raise InputError(
-            f"checkpoint={path} cannot be read without its code: {reason.strip()}. If you trust it, save weights "
+            f"checkpoint={path} cannot be read without running code: {reason.strip()}. If you trust it, save weights "
             f"and settings where fairseq is installed, and convert plain_{path.name}:\n{resave}"
         ) from None
     stored = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq's precedence
@@ -219,11 +219,11 @@ def hidden_activation(settings: dict[str, Any], head: str | None) -> str:
     for name, wanted in {**_BODY_SETTINGS, **(_HEAD_SETTINGS if head else {})}.items():
         value = settings.get(name, wanted)
         if value != wanted and (value or wanted):
-            raise InputError(f"the checkpoint has {name}={value!r}, and Hugging Face's RoBERTa computes {wanted!r}")
+            raise InputError(f"the checkpoint has {name}={value!r}, but Hugging Face's RoBERTa needs {wanted!r}")
     activation = settings.get("activation_fn", "gelu")
     known = tuple(_ACTIVATIONS) if head else ("gelu",)
     if activation not in known:
-        raise InputError(f"activation_fn={activation!r}, and Hugging Face's RoBERTa computes {', '.join(known)} here")
+        raise InputError(f"activation_fn={activation!r}, but Hugging Face's RoBERTa supports {', '.join(known)} here")
     return _ACTIVATIONS[activation]
 
 
@@ -279,11 +279,11 @@ def check_supported(model: PreTrainedModel, head: str | None) -> None:
     config = model.config
     activations = _ACTIVATIONS.values() if head else ("gelu",)  # fairseq's masked-LM head uses the layers' activation
     if config.hidden_act not in activations:
-        raise InputError(f"hidden_act={config.hidden_act!r}: fairseq computes {', '.join(dict.fromkeys(activations))}")
+        raise InputError(f"hidden_act={config.hidden_act!r}: fairseq supports {', '.join(dict.fromkeys(activations))}")
     wanted = {"layer_norm_eps": 1e-5, "pad_token_id": 1, "is_decoder": False, "add_cross_attention": False}
     for name, value in wanted.items():
         if getattr(config, name) != value:
-            raise InputError(f"{name}={getattr(config, name)}, and fairseq's RoBERTa computes with {value}")
+            raise InputError(f"{name}={getattr(config, name)}, but fairseq's RoBERTa uses {value}")
     types = model.roberta.embeddings.token_type_embeddings.weight
     if not (types == types[0]).all():
         raise InputError(f"fairseq's RoBERTa has no token types, and the model has type_vocab_size={len(types)}")
@@ -322,7 +322,7 @@ def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     for stage, values in wanted.items():
         for name, value in values.items():
             if (found := (backend[stage] or {}).get(name)) != value:
-                raise InputError(f"the tokenizer's {stage} has {name}={found!r}, and fairseq's BPE computes {value!r}")
+                raise InputError(f"the tokenizer's {stage} has {name}={found!r}, but fairseq's BPE uses {value!r}")
     lines = "".join(f"{number} 1\n" for number in range(len(inner)))
     (folder / "dict.txt").write_text(lines, encoding="utf-8")
     durable.write_json(folder / "encoder.json", {token: number for number, token in enumerate(inner)})

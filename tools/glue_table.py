@@ -96,7 +96,7 @@ def _differs(summary: Summary, sweep: bool, model: str) -> list[str]:
     """Differences from Table 5's protocol, from the task's preset, and from the `model` of most tasks, as text."""
     found, args = [], summary["resolved_args"]
     if _model(summary) != model:
-        found.append(f"fine-tuned from {_model(summary)}, not from {model} as most tasks")
+        found.append(f"fine-tuned from {_model(summary)} (most tasks: {model})")
     if (seeds := len(picked_setting(summary)["seeds"])) != PAPER_SEEDS:
         found.append(f"the median of {counted(seeds, 'seed')} (paper: {PAPER_SEEDS})")
     if summary["dataset"]["hub_id"] is None:

@@ -60,7 +60,7 @@ def share_of_machine(text: str) -> tuple[int, int]:
     """Parse "2/4" into (machine from 0, number of machines). Raises `InputError`."""
     machine, _, machines = text.partition("/")
     if not (machine.isdecimal() and machines.isdecimal() and 1 <= int(machine) <= int(machines)):
-        raise InputError(f"machine={text!r} must read like 2/4, from 1/4 to 4/4")
+        raise InputError(f"machine={text!r} must look like 2/4, from 1/4 to 4/4")
     return int(machine) - 1, int(machines)
 
 

@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         f"{figures['pieces_per_word']:.2f} pieces a word)"
     )
     others = (f"{name} {metrics['bits_per_word']:.2f}" for name, metrics in figures["readings"].items())
-    print(f"bits a word by reading of the windows: {', '.join(others)}; the lower counts")
+    print(f"bits a word by input format: {', '.join(others)}; the lower one is reported")
     for key, reason in (("joined_words", "joined with other text"), ("unknown_words", tokenizer.unk_token)):
         if figures[key]:
             print(f"{figures[key]:,} words are {reason} for this tokenizer: not quite comparable")

@@ -210,7 +210,7 @@ def _list_files(name: str, patterns: str | list[str]) -> Files:
         formats.update(readable)
     kinds = sorted(set(formats.values()))
     if len(kinds) > 1:
-        raise InputError(f"{patterns!r} mixes formats ({', '.join(kinds)}): name one by a glob, or a --corpus of both")
+        raise InputError(f"{patterns!r} mixes formats ({', '.join(kinds)}): select one with a glob, or use a --corpus")
     return kinds[0], sorted(formats)
 
 

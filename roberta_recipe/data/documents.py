@@ -143,7 +143,7 @@ def sample_documents(corpus: Corpus, split: str, *, max_bytes: int, seed: int) -
 def check_sources(corpus: Corpus) -> None:
     """Read the first documents of each local file. Raises `InputError` for an unreadable file, a source without a
     training document, and a corpus without a validation document; warns of a source without one, and of a text file
-    without blank lines."""
+    with a huge document."""
     without = []
     for source in corpus.sources:
         for path in corpus.files(source, "train")[1]:

@@ -103,7 +103,7 @@ def read_ranges(words: Iterable[str]) -> Skipped:
     for word in words:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
         if not match or int(match[2] or match[1]) < int(match[1]):
-            raise InputError(f"skip_blocks: {word!r} must read like 41000-41063, from the first block to the last")
+            raise InputError(f"skip_blocks: {word!r} must look like 41000-41063, from the first block to the last")
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return union(ranges)
 

@@ -100,7 +100,7 @@ def pack_sequences(
     sequences: Iterable[PackedSequence], max_seq_length: int, label: str | None = None
 ) -> Iterator[Columns]:
     """Best-fit bin packing: each sequence goes into the fullest open block with room for it. The column `sequence`, the
-    number of each token's sequence in its block, is for the attention mask. `label`: as in `columns_of`."""
+    index of each token's sequence in its block, is for the attention mask. `label`: as in `columns_of`."""
     open_blocks: list[list[PackedSequence]] = []
     for sequence in sequences:
         fitting = [block for block in open_blocks if _size(block) + len(sequence.ids) <= max_seq_length]

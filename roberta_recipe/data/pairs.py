@@ -1,7 +1,7 @@
 """Pairs of segments (BERT; RoBERTa, section 4.2; ALBERT, arXiv 1909.11942, section 3.1): `<s> A </s> </s> B </s>`.
 
-NSP: B follows A (label 0), or is from another document of the same chunk (label 1, as in `BertForPreTraining`), and the
-text after A is used again. SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
+NSP: B follows A (label 0), or is from another document of the same chunk (label 1, as in `BertForPreTraining`; then the
+text after A is used again). SOP: A and B follow each other (0) or are swapped (1, as in `AlbertForPreTraining`).
 Text without a second sentence is a sequence without a label. Pass e has the pairs of pass e mod 10.
 """
 
@@ -108,7 +108,7 @@ class _Donors:
 
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
         """B from a document other than `number`: at most `most` sentences, beginning with a random one that fits. With
-        None, preferably where at least `room` tokens are left, so that B's length does not give the label away."""
+        `most=None`, preferably with at least `room` tokens left, so that B's length does not give the label away."""
         others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]

@@ -154,8 +154,8 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
-    """Pack one machine's share of the files (every `machines`-th, from `machine` on), except for shards that are intact
-    by JSON file and size; returns whether the cache is complete."""
+    """Pack the share of one machine or rank (every `machines`-th file, from `machine` on), except for shards that are
+    intact by JSON file and size; returns whether the cache is complete."""
     folder, made_from = Path(folder), claim(folder, reader.fingerprint())
     read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
@@ -187,7 +187,7 @@ def _origin(corpus: Corpus, file: File, made_from: str) -> dict[str, Any]:
 
 
 def _pack(pack: Callable[[list[File]], int], to_pack: list[list[File]], num_proc: int) -> Iterator[int]:
-    """Pack files in forked workers or, for one file or worker, here with tokenizer threads; yields their tokens."""
+    """Pack files in forked workers or, for one file or worker, here with tokenizer threads; yields token counts."""
     workers, context = min(num_proc, len(to_pack)), multiprocessing.get_context("fork")
     if workers <= 1:
         yield from map(pack, to_pack)
@@ -224,7 +224,7 @@ def _pack_here(files: list[File]) -> int:
 
 
 def pack_file(folder: Path, reader: TextReader, made_from: str, files: list[File]) -> int:
-    """Write the shards of one file, of training and of held-out documents; returns their tokens."""
+    """Write the shards of one file, of training and of held-out documents; returns the token count."""
     file, corpus, held_out = files[0], reader.corpus, []
     source = corpus.sources[file.source]
     path = corpus.files(source, file.split)[1][file.number]
@@ -240,7 +240,7 @@ def _held_out_rows(rows: list[Row], excluded: frozenset[str]) -> Iterator[Row]:
 
 
 def _write_shard(folder: Path, made_from: str, file: File, rows: Iterator[Row], reader: TextReader) -> int:
-    """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns their tokens."""
+    """Write the blocks of a file's rows, chunk by chunk, then a JSON file, each atomically; returns the token count."""
     path = folder / shard_path(reader.corpus, file)
     path.parent.mkdir(exist_ok=True)
     metadata: dict[str, Any] = {"columns": {}, "chunks": [], "bytes": 0}

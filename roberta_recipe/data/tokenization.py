@@ -121,8 +121,8 @@ def files_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_state(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The backend's JSON with only standard roles (`</s>`, `<mask>`, ...) marked special: `split_special_tokens`, which
-    keeps `</s>` in a text plain text, would also split the user's special tokens (`[E1]`)."""
+    """The backend's JSON with only standard roles (`</s>`, `<mask>`, ...) marked special. (`split_special_tokens` makes
+    `</s>` in a text plain text, but also splits the user's special tokens, such as `[E1]`.)"""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     roles = {getattr(tokenizer, role) for role in _ROLES}
     for token in state["added_tokens"]:
@@ -190,7 +190,7 @@ def _segment(text: str, language: str) -> list[str]:
     replaced by a blank; sentences are cut from the original text. If sentencex still panics, there is one sentence."""
     try:
         lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a panic is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         return [text]

@@ -32,12 +32,12 @@ def size_for(text_bytes: int) -> int:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False) -> RobertaTokenizer:
     """A byte-level BPE of `vocab_size` entries, trained on `texts` (read once). Memory grows with the distinct words;
-    words of thousands of characters are cut. Raises `InputError` if the texts give fewer entries, unless `at_most`."""
+    words of over 1,000 characters are split. Raises `InputError` if the texts give fewer entries, unless `at_most`."""
     smallest = len(LEADING_TOKENS) + 256 + 1
     if vocab_size < smallest:
         raise InputError(f"vocab_size={vocab_size} is too small: special tokens and single bytes alone are {smallest}")
     backend = Tokenizer(models.BPE())
-    short = pre_tokenizers.FixedLength(_LONG)  # of training only; ours has RoBERTa's pre-tokenizer
+    short = pre_tokenizers.FixedLength(_LONG)  # for training only; the saved one has RoBERTa's
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False), short])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # <mask> comes last, after the merges
@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, at_most: bool = False
     model = json.loads(backend.to_str())["model"]
     entries = len(model["vocab"]) + 1
     if entries < vocab_size and not at_most:  # no pair of tokens is left that occurs twice
-        raise InputError(f"vocab_size={vocab_size}: the sample gives only {entries}; ask for these, or add text")
+        raise InputError(f"vocab_size={vocab_size}: the sample gives only {entries}; lower it, or add text")
     return build_tokenizer(model["vocab"], [tuple(pair) for pair in model["merges"]])
 
 

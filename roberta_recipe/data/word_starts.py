@@ -1,7 +1,7 @@
 """Word boundaries in tokenized blocks, for masks of whole words, spans and n-grams.
 
 A word is a piece of the tokenizer's pre-tokenizer: with RoBERTa's, "can't." is three words, can, 't and the full stop.
-With byte-level BPE, a word begins at a blank, or between letters, digits and other characters, which is looked up in a
+With byte-level BPE, a word begins at a blank, and where letters, digits and other characters meet, according to a
 table of token kinds. In unclear cases, such as a character of several tokens, the pre-tokenizer splits the text.
 """
 

@@ -76,5 +76,5 @@ def check_copies(stock: PreTrainedModel, where: str) -> None:
             shared = getattr(stock.config, SHARED)
             raise InputError(
                 f"{where} has {SHARED}={shared} in its config, and layers whose {part} differ: it was trained in the "
-                f"stock class. Write {SHARED}: none into its config.json to continue without sharing"
+                f'stock class. Set "{SHARED}": "none" in its config.json to continue without sharing'
             )

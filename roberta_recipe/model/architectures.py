@@ -16,7 +16,7 @@ from roberta_recipe.errors import InputError
 
 class Architecture(NamedTuple):
     """`head(model, hidden)`: logits (positions, vocab_size) from the encoder's output (positions, hidden_size).
-    `first_position(config)`: first position id; None if position ids and a mask cannot separate sequences in a row."""
+    `first_position(config)`: first position id; None if position ids and a mask cannot separate a row's sequences."""
 
     head: Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
     first_position: Callable[[PreTrainedConfig], int] | None = None

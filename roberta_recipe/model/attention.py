@@ -51,10 +51,10 @@ def choose(config: PreTrainedConfig, args: TrainingArguments, can_unpad: bool = 
 
 
 def check_shared_rows(config: PreTrainedConfig, attn_implementation: str, input_format: str) -> None:
-    """Raise `InputError` if a model or its attention cannot separate several sequences in a row."""
+    """Raise `InputError` if a model or its attention cannot separate several sequences in one row."""
     if config.model_type not in MULTI_SEQUENCE_MODELS or attn_implementation not in (*TAKES_4D_MASK, VARLEN):
         raise InputError(
-            f"input_format={input_format} has several sequences in a row, which a {config.model_type!r} model with "
+            f"input_format={input_format} has several sequences per row, which a {config.model_type!r} model with "
             f"attn_implementation={attn_implementation} cannot separate; use full_sentences, segment_pair or "
             f"contiguous, or sdpa or eager and one of {', '.join(MULTI_SEQUENCE_MODELS)}"
         )
@@ -77,7 +77,7 @@ def set_up(model: PreTrainedModel, args: TrainingArguments) -> None:
     except (ValueError, ImportError) as error:
         reason = first_line(error)
     if model.config._attn_implementation != name:  # a silent fallback
-        raise InputError(f"attn_implementation={name}: {reason}; use sdpa or eager (own class: _supports_sdpa = True)")
+        raise InputError(f"attn_implementation={name}: {reason}; use sdpa or eager (your class: set _supports_sdpa)")
     if args.device.type == "cpu" and not args.torch_compile:
         cpu_kernels.use_fast_dropout(model)
     disabled = ""

@@ -85,7 +85,7 @@ class MaskedLmMixin:
         micro-batches with different counts cannot be accumulated.)
 
         `predicted` (positions,): flat positions of the labels, padded with -1, for which the loss is 0; without it,
-        `nonzero` synchronizes with the device. `sequence` (batch, seq_len): number of each token's sequence in its row;
+        `nonzero` synchronizes with the device. `sequence` (batch, seq_len): index of each token's sequence in its row;
         the result is the same as with one sequence per row.
         """
         if getattr(self.config, "type_vocab_size", 0) < 2:  # RoBERTa separates segments by </s> alone

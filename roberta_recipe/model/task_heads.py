@@ -20,7 +20,7 @@ def load_with_head(
     """A checkpoint as a model of the Auto class `cls`, with `labels` (of the outputs) and `settings` in its config.
     The head is fresh if missing, of another size, or with the same labels in another order, else kept (see the log);
     `random_weights`: all is fresh. Raises `InputError` for a missing or damaged checkpoint, a missing class, or a
-    last-token head."""
+    head that reads the last token."""
     if labels:
         settings |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
     config = weights.read_config(name, **settings)
@@ -75,7 +75,7 @@ def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float
     count, modules = getattr(model.config, "num_hidden_layers", None), dict(model.named_modules())
     stacks = [name for name, each in modules.items() if isinstance(each, torch.nn.ModuleList) and len(each) == count]
     if len(stacks) != 1:
-        raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no single stack of layers; leave it 1")
+        raise InputError(f"layer_decay={layer_decay}: {type(model).__name__} has no single stack of layers; use 1")
     rates, layers = {}, f"{stacks[0]}."
     for name, _ in model.named_parameters():
         depth = 0

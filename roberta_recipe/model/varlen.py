@@ -29,7 +29,7 @@ def unpad(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, sequence: torch.Tensor | None, first_position: int
 ) -> Unpadded:
     """Unpad a batch with `attention_mask` (batch, seq_len). A sequence is a row or, with `sequence` (batch, seq_len),
-    the tokens of a row with the same number. Synchronizes for the number of sequences and, with a mask, of tokens."""
+    the tokens of a row with the same index. Synchronizes for the number of sequences and, with a mask, of tokens."""
     sequence = torch.zeros_like(input_ids) if sequence is None else sequence
     begins = nn.functional.pad(sequence.diff() != 0, (1, 0), value=True)
     flat = torch.arange(input_ids.numel(), device=input_ids.device)

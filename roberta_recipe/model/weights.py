@@ -102,7 +102,7 @@ def set_input_names(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     """Set the tokenizer's `model_input_names` for a model: always a mask, without which a row would depend on the
     others of its batch, and token types where the model has embeddings for both segments."""
     types = tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"]
-    unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's does not
+    unknown = math.inf if "token_type_ids" in tokenizer.model_input_names else 0  # ALBERT's tokenizer omits it
     names = ["input_ids", "token_type_ids", "attention_mask"]
     if getattr(config, "type_vocab_size", unknown) <= max(1, *types):
         names.remove("token_type_ids")  # RoBERTa with BERT's tokenizer

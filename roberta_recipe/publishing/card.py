@@ -81,7 +81,7 @@ def fine_tuned(
     revision: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """The card of a fine-tuning's best run. `record`: of that run, `summary`: of all seeds, None before they finish."""
+    """The card of the best fine-tuning run. `record`: of that run, `summary`: of all seeds, None before they finish."""
     dataset, summary = record["dataset"], summary or _summary_of_one(record)
     hub_id, scores = dataset["hub_id"], records.picked_setting(summary)
     linked, own = bool(hub_id and _HUB_ID.fullmatch(hub_id)), record["resolved_args"].get("dataset_name") or ""

@@ -79,7 +79,7 @@ class Publisher:
         logger.info(f"Pushed      {self.api.endpoint}/{self.repo}")
 
     def push_run(self, folder: Path, message: str) -> futures.Future | None:
-        """Upload a fine-tuning's best run so far in the background; returns the upload, which reads `folder`."""
+        """Upload the best fine-tuning run so far in the background; returns the upload, which reads `folder`."""
         if self.strategy == HubStrategy.END:
             return None
         try:
@@ -246,7 +246,7 @@ def _with_retries(call: Callable[[], Result], repo: str) -> Result:
 
 
 def find_model(folder: Path) -> tuple[Path, Path, records.RunRecord, records.Summary | None]:
-    """(weights folder, record folder, record, summary) of a finished run: of pretraining, of a fine-tuning (its best
+    """(weights folder, record folder, record, summary) of a finished run: of pretraining, of fine-tuning (its best
     run), or of one of its runs (without summary). Raises `InputError` without a finished run, and for weights that are
     damaged or newer than the record."""
     summary, run_folder = None, folder
@@ -271,7 +271,7 @@ def prepare(repo: str, folder: Path, results: Sequence[Path] = (), **metadata: A
     model, run_folder, record, summary = find_model(folder)
     config = durable.read_json(model / "config.json")
     summaries = [_summary_of(path, model) for path in results]
-    # a fine-tuning's start by a relative path looks like a Hub id
+    # a checkpoint named by a relative path looks like a Hub id
     local = ("model_name_or_path",) if "task" in record and not card.starts_from_hub(record) else ()
     record, summary, summaries = records.portable([record, summary, summaries], local=local)
     scored = None

@@ -1,1 +1,1 @@
-"""Fine-tuning tasks (paper, section 5): GLUE, SQuAD, RACE, BLiMP; `protocol` runs seeds, `summaries` their medians."""
+"""Tasks (paper, section 5): GLUE, SQuAD, RACE, NER, own tables, BLiMP. `protocol` runs seeds, `summaries` reports."""

@@ -39,7 +39,7 @@ class Sentence:
 def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     """The rows of a table by its extension (.json, .jsonl, .parquet), else of a CoNLL file: columns are separated by
     tabs where all lines have one, else by tabs and blanks. Comments before a sentence are skipped: lines beginning with
-    "# " that have another number of columns or, without a tab, a "="."""
+    "# " that have another number of columns, or a "=" and no tab."""
     if Path(path).suffix.lower() == ".csv":
         raise InputError(f"{path}: name a file in CoNLL format (a word per line), JSON lines or Parquet")
     if Path(path).suffix.lower() in TABLES:
@@ -161,7 +161,7 @@ def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
 
 
 def names_and_scheme(sentences: list[Sentence]) -> tuple[tuple[str, ...], str | None]:
-    """The tags of training, "O" first, and their tagging scheme (key of `SCHEMES`); None if they are no entity tags."""
+    """The tags of training, "O" first, and their tagging scheme (key of `SCHEMES`); None for other tags."""
     names = sorted({tag for sentence in sentences for tag in sentence.tags}, key=lambda tag: (tag != "O", tag))
     if not all(map(ENTITY_TAG.match, names)):
         return tuple(names), None

@@ -25,7 +25,7 @@ _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("senten
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
 
-# flag -> it has no effect without one of these flags
+# flag -> flags of which it requires one
 GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
 GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
 
@@ -246,7 +246,7 @@ def _labels(where: str, column: str, values: list[Any]) -> tuple[tuple[str, ...]
         row = numbers.index(None)
         word = f"{where}, row {row + 1}: {column} is {values[row]!r}"
         if all(re.fullmatch(r"-?\d+(,\d+)?", str(value)) for value in values):
-            raise InputError(f"{word}: write 1.5 for a decimal comma, 1000 for one of thousands")
+            raise InputError(f"{word}: write 1,5 as 1.5 and 1,000 as 1000")
         if score is not None:
             raise InputError(f"{word}, not a number like {score!r}; correct the row")
     if len({*map(str, values)} if score is None else {*numbers}) < 2:
@@ -268,7 +268,7 @@ def _fault(value: Any, has_lists: bool) -> str:
         is_good = isinstance(value, list) and all(map(is_label, value))
         return "" if is_good else "not a list of words or whole numbers (other rows have lists)"
     if not isinstance(value, str | int | float | None):
-        return "and each row has one label: a string, an integer or a float"
+        return "but a label must be a string, an integer or a float"
     if isinstance(number := _number(value), float):
         return "" if math.isfinite(number) else "which means a missing label: remove the row, or rename the class"
     if isinstance(value, str) and not is_label(value):

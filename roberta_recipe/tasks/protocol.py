@@ -34,8 +34,8 @@ Arguments = tuple[FinetuneArguments, FinetuneTrainingArguments]
 
 @dataclass
 class Job:
-    """A task for the protocol. Scores: the model outputs that `loss_sum` returns with the loss, (features of a split,
-    ...). Metrics: the values of `measure`."""
+    """A task for the protocol. Scores (features of a split, ...): the model outputs that `loss_sum` returns with the
+    loss. Metrics: the values of `measure`."""
 
     name: str  # in the records
     metric: str  # selects the best epoch and setting, by its highest value
@@ -168,7 +168,7 @@ def run_all(
     for run in runs:
         flags = ["--learning_rate", run.learning_rate, "--global_batch_size", run.batch]
         flags += ["--seed", run.seed, "--seeds", run.seed, "--output_dir", run.output_dir, *extra_flags]
-        filled.append(read([*argv, *map(str, flags)]))  # of a repeated flag, the last counts
+        filled.append(read([*argv, *map(str, flags)]))  # the last of repeated flags wins
     results: list[records.FinetuneRecord] = []
     upload: futures.Future | None = None
     for number, run in enumerate(runs, 1):
@@ -317,8 +317,8 @@ def inputs_fingerprint(args: FinetuneArguments, tokenizer: PreTrainedTokenizerBa
 def finish(
     filled: Arguments, resolved: dict[str, Any], runs: list[Run], results: list[records.FinetuneRecord], job: Job
 ) -> records.Summary:
-    """Write the summary of all runs and the best run's validation predictions; delete weights by `keep`. Rank 0 alone
-    reads stored scores, as it deletes them, and has `tests` in its summary."""
+    """Write the summary of all runs and the best run's validation predictions; delete weights by `keep`. Only rank 0
+    reads stored scores, and has `tests` in its summary."""
     args, training_args = filled
     scores = summaries.summarise(runs, results, job.metric)
     summary: records.Summary = {**scores, **job.about(*filled), "resolved_args": resolved}
@@ -330,7 +330,7 @@ def finish(
             summary["tests"] = summaries.summarise_tests(chosen, job.test_hash, labelled, job.measure, job.metric)
         best = Path(picked["best_run"])
         if args.keep == "best" and not (best / records.BEST_NAME / finetune_trainer.WEIGHTS).is_file():
-            logger.warning(f"Weights     {best} has none: move it away to train it again")
+            logger.warning(f"Weights     none in {best}: move it away to train again")
         else:
             drop_weights(args.keep, runs, [picked["best_run"]])
         if durable.damage(best / records.BEST_NAME, (finetune_trainer.SCORES,)) is None:

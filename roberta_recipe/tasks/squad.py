@@ -106,7 +106,7 @@ def make_windows(
         )
         if passage_first and encoded.sequence_ids(0)[0] is not None:
             raise InputError(
-                f"passage_first=true needs a special token before the pair, the label of windows without answer; the "
+                f"passage_first=true needs a special token before the pair, to label windows without an answer; the "
                 f"tokenizer {tokenizer.name_or_path!r} adds none: use --passage_first false"
             )
         contexts = list(dict.fromkeys(texts[1]))

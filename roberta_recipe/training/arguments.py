@@ -158,7 +158,7 @@ def derive_steps(training_args: RecipeTrainingArguments, blocks: int, global_bat
     if training_args.max_steps < 2:
         raise InputError(
             f"num_train_epochs={epochs:g} over {counted(blocks, 'block')} is one step of global_batch_size="
-            f"{global_batch_size}: lower it, or --num_train_epochs {global_batch_size // blocks + 1}"
+            f"{global_batch_size}: lower the batch, or --num_train_epochs {global_batch_size // blocks + 1}"
         )
     optimizers.check_length(training_args, training_args.max_steps)
 
@@ -169,7 +169,7 @@ class MlmTrainingArguments(RecipeTrainingArguments):
 
     inherited_flags: ClassVar[dict[str, Flag]] = {
         **TRAINER_FLAGS,
-        "label_smoothing_factor": Flag("locked", because="perplexity is exp of the plain loss; fine-tuning has it"),
+        "label_smoothing_factor": Flag("locked", because="perplexity is exp of the plain loss; for fine-tuning only"),
         "load_best_model_at_end": Flag("locked", because=_LAST_STEP),
         "metric_for_best_model": Flag("locked", because=_LAST_STEP),
         "greater_is_better": Flag("locked", because=_LAST_STEP),
@@ -389,7 +389,7 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     eval_strategy: str = setting("epoch", "The best epoch is kept.")
     save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
     # None, not 0: fingerprints of older runs lack this flag
-    label_smoothing_factor: float | None = setting(None, "Classification: share of a target for all classes alike.")
+    label_smoothing_factor: float | None = setting(None, "Classification: target mass spread over all classes.")
     data_seed: int | None = setting(None, "Seed of the order of the examples; default: each run's seed.")
 
     def __post_init__(self):

@@ -40,7 +40,7 @@ def derive_batch(args: TrainingArguments, global_batch_size: int | None) -> tupl
     if args.gradient_accumulation_steps not in (1, steps):
         raise InputError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {micro_batch} is not "
-            f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out, it is derived, or name "
+            f"global_batch_size={global_batch_size}; leave gradient_accumulation_steps out (it is derived), or set "
             f"--global_batch_size {args.gradient_accumulation_steps * micro_batch}"
         )
     return global_batch_size, steps
@@ -53,7 +53,7 @@ def largest_micro_batch(global_batch_size: int, at_most: int, processes: int) ->
 
 
 def shared_micro_batch(global_batch_size: int | None, per_device: int, processes: int) -> int:
-    """`per_device`, or less if the batch fits one process and several share it: the demonstration's on eight GPUs."""
+    """`per_device`, or less if the batch is enough for one process but not for all (the demonstration on 8 GPUs)."""
     if per_device <= (global_batch_size or 0) < per_device * processes:
         return largest_micro_batch(global_batch_size, per_device, processes)
     return per_device

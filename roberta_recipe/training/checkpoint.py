@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STATE_NAME = "recipe_state.json"  # `DurableTrainer.recipe_state` and the `digests` of weights and optimizer
 STATE_VERSION = 4  # of its content
-# keys of a DeepSpeed configuration: the order of the weights in the optimizer's state, which DeepSpeed does not check
+# DeepSpeed settings that determine the order of the weights in the optimizer's state; DeepSpeed does not check them
 _STATE_ORDER = ("round_robin_gradients", "sub_group_size")
 _ALIKE = (  # free flags that decide when ranks communicate
     *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps"),
@@ -39,7 +39,7 @@ _ALIKE = (  # free flags that decide when ranks communicate
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
     """Delete all but the newest `limit` checkpoints (0, None: no limit) up to `step`, and unsealed folders of killed
-    starts. Later checkpoints are those that this start skipped as damaged."""
+    starts. Later checkpoints, which this start skipped as damaged, stay."""
     old = newest_first(output_dir, step)[limit:] if limit else []
     for path in [*old, *(set(all_folders(output_dir)) - {*newest_first(output_dir)})]:
         shutil.rmtree(path, ignore_errors=True)
@@ -89,7 +89,7 @@ def _find(output_dir: str, named: str | None) -> str | None:
     if folders and not checkpoints and not Path(output_dir, LOG_NAME).is_file():  # rotation would delete them
         raise InputError(
             f"output_dir={output_dir} has checkpoints of another program ({folders[0].name}): name another output_dir, "
-            f"and for their weights --model_name_or_path {folders[0]}"
+            f"with --model_name_or_path {folders[0]} to use its weights"
         )
     if named is not None and Path(named).resolve() in [path.resolve() for path in checkpoints[1:]]:
         raise InputError(f"resume_from_checkpoint={named}: {output_dir} has newer checkpoints; move them away first")

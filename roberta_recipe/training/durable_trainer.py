@@ -147,7 +147,7 @@ class DurableTrainer(Trainer):
         return Path(self.args.output_dir)
 
     def log_extras(self) -> dict[str, Any]:
-        """Values for `log.jsonl` that are no metrics."""
+        """Values for `log.jsonl` other than metrics."""
         return {}
 
     def diverged(self, what: str) -> RunError:
@@ -180,7 +180,7 @@ class DurableTrainer(Trainer):
 
     def log(self, logs, start_time=None):
         """`Trainer.log` with the mean losses since the last line. Steps that fp16 skipped with a non-finite loss do not
-        count; there is no line if none is left."""
+        count; without other steps, nothing is logged."""
         if "loss" in logs:
             if not self._steps:
                 return
@@ -209,7 +209,7 @@ class DurableTrainer(Trainer):
             model = self.model if model is None else model
             self.optimizer = optimizers.build(self.args, model, self.get_decay_parameter_names(model))
         optimizer = super().create_optimizer(model)
-        # if set, GradScaler calls a fused optimizer on overflow too: its kernel skips the step, but accelerate advances
+        # else GradScaler calls a fused optimizer on overflow too: its kernel skips the step, but accelerate advances
         # the schedule (accelerate #4242)
         if self.accelerator.scaler is not None:
             optimizer._step_supports_amp_scaling = False

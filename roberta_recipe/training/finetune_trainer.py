@@ -65,7 +65,7 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
 
 def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
     """Evaluation batches: the indices of all features, longest first. A batch, padded to a multiple of 8, has at most
-    the tokens of `of_longest` features of the longest length; at most 1/16 of this number is padding."""
+    the tokens of `batch_size` features of maximum length; at most 1/16 of this number is padding."""
     room, padding, batches = of_longest * 8 * math.ceil(max(lengths) / 8), 0, []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         width = lengths[batches[-1][0]] if batches else 0
@@ -89,8 +89,8 @@ def length_of(feature: dict[str, Any]) -> int:
 
 
 class Epochs(TrainerCallback):
-    """Callback for epochs: sets the epoch of the sampler, and evaluates the last step of an epoch before it is saved: a
-    run killed in between would resume without that evaluation. A stop within an epoch is not evaluated. An evaluated
+    """Callback for epochs: sets the sampler's epoch, and evaluates an epoch's last step before saving it: otherwise a
+    run killed in between would resume without its evaluation. A stop within an epoch is not evaluated. An evaluated
     step is logged first, as it may be saved as the best (`_keep_as_best`)."""
 
     def __init__(self, trainer: "FinetuneTrainer"):

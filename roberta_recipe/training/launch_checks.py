@@ -28,8 +28,8 @@ _REPLACED_SECTIONS = ("optimizer", "scheduler", "amp", "torch_autocast")  # of a
 
 
 def check(args: TrainingArguments) -> None:
-    """Raise `InputError` where the launcher's configuration, which accelerate applies silently, the process group or
-    the device contradicts the flags."""
+    """Raise `InputError` if the process group, the device, or the launcher's configuration (which accelerate applies
+    silently) contradicts the flags."""
     for name, what in _REFUSED_PLUGINS.items():
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in _TRUE:
             raise InputError(f"accelerate is configured to use {what}; start with a file of ds_configs/accelerate")

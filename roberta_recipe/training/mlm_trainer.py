@@ -44,8 +44,8 @@ DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
 
 
 class AfterCheckpointLoad(TrainerCallback):
-    """After a checkpoint is loaded: restores the command line's hyperparameters, where a change was allowed; warns of
-    slow tokenization."""
+    """When training begins: restores the command line's hyperparameters over a checkpoint's, if a change was allowed;
+    warns of slow tokenization."""
 
     def __init__(self, trainer: "MlmTrainer"):
         self.trainer = trainer

@@ -131,7 +131,7 @@ def _muon(
     return MuonAndAdamW(torch.optim.AdamW(rest, **_adam_options(args)), cls(matrices, **muon))
 
 
-# runs of each resume bit for bit (tests/test_flags.py)
+# all of these resume bit for bit (tests/test_flags.py)
 TABLE = {
     "adamw_torch": Optimizer(2),
     "adamw_torch_fused": Optimizer(2),

@@ -17,10 +17,10 @@ _BEFORE_CHECKPOINT |= {records.SKIPPED_NAME, records.INDEX_NAME, records.TOKENIZ
 
 
 def prepare(args: TrainingArguments, extend: bool, token_cache: str | None = None) -> None:
-    """Create and lock the output folder, on rank 0. Raises `InputError`, on all ranks, if another process uses it, or
-    if it holds anything but a run to resume, so that nothing is overwritten: files without a checkpoint, or a finished
-    run, unless the time limit ended it. `extend`: also resume a finished run that has fewer than `max_steps` steps. The
-    folder may hold the run's `token_cache`, or be it."""
+    """Create and lock the output folder, on rank 0. To overwrite nothing, raises `InputError` on all ranks if another
+    process uses it, or if it holds files without a checkpoint, or a finished run (unless its time limit ended it).
+    `extend`: also resume a finished run that has fewer than `max_steps` steps. The folder may contain the run's
+    `token_cache`, or be the cache itself."""
     on_first_process(args, lambda: _prepare(Path(args.output_dir), args.max_steps if extend else 0, token_cache))
 
 

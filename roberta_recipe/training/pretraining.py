@@ -143,7 +143,7 @@ def check_cooldown(args: MlmArguments, training_args: MlmTrainingArguments) -> N
 def check_training(training_args: MlmTrainingArguments) -> None:
     """Raise `InputError` for a missing output folder, a launcher that contradicts the flags, or an optimizer or
     schedule that cannot be built."""
-    if training_args.output_dir == "trainer_output":  # Trainer's, where none is named
+    if training_args.output_dir == "trainer_output":  # Trainer's default
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
     launch_checks.check(training_args)
     optimizers.check(training_args)
@@ -174,7 +174,7 @@ def read_corpus(args: MlmArguments) -> corpora.Corpus:
 
 
 def resolve_corpus(args: MlmArguments) -> corpora.Corpus:
-    """The corpus with its files. Its text is checked, unless a token cache has been begun from it. Raises
+    """The corpus with its files. Its text is checked, unless a token cache was already started from it. Raises
     `InputError`."""
     corpus = corpora.resolve(read_corpus(args), args.token_cache)
     if not (args.token_cache and token_cache.is_begun(args.token_cache)):
@@ -265,7 +265,7 @@ def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader
 
 
 def announce_cache(folder: str, cache: token_cache.TokenCache) -> None:
-    """Log the size of a cache, and what packing split or left out."""
+    """Log a cache's size, and counts of split and skipped input."""
     total = Counter()
     for split in ("train", "validation"):
         sums = sum(map(Counter, stream.count_table(cache, split).values()), Counter())
@@ -286,7 +286,7 @@ def build_model(
 ) -> masked_lm.MaskedLmMixin:
     """The model of `args`, with the resolved attention of `training_args` and fresh weights (an output bias from
     `corpus`, if `initialization` names it) or a checkpoint's; not sharded."""
-    # with ZeRO 3's config, `from_pretrained` would build a shard, and padding of the vocabulary have no effect;
+    # with ZeRO 3's config, `from_pretrained` would build a shard, and vocabulary padding would have no effect;
     # `Trainer` sets the config again
     unset_hf_deepspeed_config()
     set_seed(training_args.seed)
@@ -323,7 +323,7 @@ def warn_of_small_files(corpus: corpora.Corpus, size: int | None, max_seq_length
     average = (size or math.inf) / files
     if files > 10 and average < 8 * corpora.BYTES_PER_TOKEN * max_seq_length:
         logger.warning(
-            f"{files:,} files of {average / 1e3:.1f} kB on average: a block never spans two files, so that many are "
+            f"{files:,} files of {average / 1e3:.1f} kB on average: no block spans two files, so many blocks are "
             "short; join the files, with an empty line between documents of text"
         )
 
@@ -359,7 +359,7 @@ def validation_blocks(args: MlmArguments, reader: Reader) -> list[Block]:
     for name in filter(packed_formats, args.objective):
         column, needs = objectives.TABLE[name].column, objectives.TABLE[name].needs
         if not any(np.any(block[column] != masking.IGNORED) for block in blocks):
-            raise InputError(f"objective {name}: no validation block has a label, which needs {needs}: {more}")
+            raise InputError(f"objective {name}: no validation block has a label (needs: {needs}): {more}")
     return blocks
 
 

@@ -51,7 +51,7 @@ class Progress(TrainerCallback):
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if state.is_world_process_zero:
             if self._evaluation is None:
-                self._evaluation = _bar(Bar, args, "Measuring", " batches", len(eval_dataloader))
+                self._evaluation = _bar(Bar, args, "Evaluating", " batches", len(eval_dataloader))
             self._evaluation.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -91,10 +91,10 @@ class Progress(TrainerCallback):
         if done <= 0 or not left:
             return []
         step_s = (time.monotonic() - self._begun_s) / done
-        of_all = f", of all runs {duration(step_s * (left + self._steps_after))}" if self._steps_after else ""
+        of_all = f", all runs {duration(step_s * (left + self._steps_after))}" if self._steps_after else ""
         return [f"ETA {duration(step_s * left)}{of_all}"]
 
 
 def _bar(kind: type[tqdm], args: TrainingArguments, desc: str, unit: str, total: int) -> tqdm:
-    disable = args.disable_tqdm or None  # None: where stderr is no terminal
+    disable = args.disable_tqdm or None  # None: if stderr is not a terminal
     return kind(total=total, desc=desc, unit=unit, disable=disable, dynamic_ncols=True, leave=False)
