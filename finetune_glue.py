@@ -46,7 +46,7 @@ from roberta_recipe.training.finetune_trainer import compact, padded_to, validat
 TASKS = glue.TASKS
 WSC_FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}  # SuperGLUE's
 OWN = "presets/glue/own.yaml"
-TOGETHER = 1000  # examples tokenized in one call
+TOKENIZED_AT_ONCE = 1000  # examples tokenized in one call
 SWEEP_RATES, SWEEP_BATCHES = (1e-5, 2e-5, 3e-5), (16, 32)  # Table 10
 # Table 10: warm-up of 6% of the steps; each run of the grid is a plain run
 SWEEP_FLAGS = ("--max_steps", "-1", "--num_train_epochs", "10", "--warmup_steps", "0.06", "--sweep", "false")
@@ -234,7 +234,7 @@ class TaskParts:
     loss_sum: Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
     # (split, its scores, the same model's validation scores) -> class numbers, 0 or 1 per class, or scores on its scale
     predictions: Callable[[str, np.ndarray, np.ndarray], np.ndarray]
-    averaged: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # an ensemble averages these
+    to_average: Callable[[np.ndarray], np.ndarray] = lambda scores: scores  # an ensemble averages these
 
 
 def parts_name(args: GlueArguments, task: glue.Task) -> str:
@@ -258,7 +258,7 @@ def as_classification(args: GlueArguments, task: glue.Task, data: dict[str, glue
         collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=padded_to(args.max_seq_length)),
         loss_sum=classification_loss,
         predictions=lambda split, scores, _: scores.argmax(-1),
-        averaged=lambda scores: torch.from_numpy(scores).double().softmax(-1).numpy(),
+        to_average=lambda scores: torch.from_numpy(scores).double().softmax(-1).numpy(),
     )
 
 
@@ -270,7 +270,7 @@ def as_regression(args: GlueArguments, task: glue.Task, data: dict[str, glue.Exa
         build_model=lambda: build_model(args, [task.label_column]),
         loss_sum=regression_loss,
         predictions=lambda split, scores, _: lowest + (highest - lowest) * scores.astype(float),
-        averaged=lambda scores: scores,
+        to_average=lambda scores: scores,
     )
 
 
@@ -282,7 +282,7 @@ def as_multi_label(args: GlueArguments, task: glue.Task, data: dict[str, glue.Ex
         build_model=lambda: build_model(args, list(task.labels), "multi_label_classification"),
         loss_sum=multi_label_loss,
         predictions=lambda split, scores, _: (scores >= 0.5).astype(np.int64),
-        averaged=lambda scores: scores,
+        to_average=lambda scores: scores,
     )
 
 
@@ -366,8 +366,8 @@ def make_features(
     for split, examples in data.items():
         unlabelled = (0,) * len(task.labels) if task.multi_label else 0
         labels, features[split], longer = examples.labels or [unlabelled] * len(examples), [], 0
-        for first in Bar(range(0, len(examples), TOGETHER), f"Tokenizing {split}", leave=False):
-            some = slice(first, first + TOGETHER)
+        for first in Bar(range(0, len(examples), TOKENIZED_AT_ONCE), f"Tokenizing {split}", leave=False):
+            some = slice(first, first + TOKENIZED_AT_ONCE)
             texts = [list(column) for column in zip(*examples.texts[some], strict=True)]
             encoded = encode(*texts, truncation=True, max_length=args.max_seq_length)
             features[split] += [
@@ -492,25 +492,17 @@ def answers_of(task: glue.Task, form: TaskParts, split: str, scores: np.ndarray,
     """Each example of a split with its prediction, the worst first; with probabilities except for rankings."""
     labels, predictions = data[split].labels, form.predictions(split, scores, scores)
     examples = [dict(zip(task.columns, texts, strict=True)) for texts in data[split].texts]
-    if task.multi_label:
-        wrong = np.not_equal(predictions, labels).sum(-1)
-        columns = [glue.answers(task, rows) for rows in (labels, predictions)]
-        rows = zip(*columns, wrong, strict=True)
-        rows = [{**examples[n], "label": row[0], "prediction": row[1], "wrong": row[2]} for n, row in enumerate(rows)]
-        return sorted(rows, key=lambda row: -row["wrong"])
-    if task.labels:
-        probabilities = form.averaged(scores) if scores.ndim == 2 else None
+    if task.labels and not task.multi_label:
+        probabilities = form.to_average(scores) if scores.ndim == 2 else None
         return summaries.class_answers(examples, task.labels, labels, predictions, probabilities)
-    rows = sorted(zip(examples, labels, predictions, strict=True), key=lambda row: -abs(row[2] - row[1]))
-    return [
-        {
-            **example,
-            "label": f"{label:.12g}",
-            "prediction": f"{predicted:.12g}",
-            "error": f"{abs(predicted - label):.6g}",
-        }
-        for example, label, predicted in rows
-    ]
+    if task.multi_label:
+        columns = [glue.answers(task, rows) for rows in (labels, predictions)]
+        name, errors = "wrong", np.not_equal(predictions, labels).sum(-1)
+    else:
+        columns = [[f"{score:.12g}" for score in rows] for rows in (labels, predictions)]
+        name, errors = "error", np.abs(predictions - labels)
+    rows = sorted(zip(examples, *columns, errors, strict=True), key=lambda row: -row[3])
+    return [{**example, "label": label, "prediction": found, name: f"{off:.6g}"} for example, label, found, off in rows]
 
 
 def write_submission(
@@ -523,18 +515,18 @@ def write_submission(
     if args.predict_with == "best":
         chosen = [run for run in chosen if str(run.output_dir) == picked["best_run"]]
     tests = summaries.all_test_scores(chosen, job.test_hash)
-    of_validation = np.mean([form.averaged(validation_scores(run.output_dir)) for run in chosen], axis=0)
+    of_validation = np.mean([form.to_average(validation_scores(run.output_dir)) for run in chosen], axis=0)
     if args.predict_with == "ensemble":
         metrics = measure(task, form, job.validation[0], of_validation, of_validation, data)
         print(f"ensemble    validation {task.metric} {100 * metrics[task.metric]:.1f}")
     if not task.submission:
         own = {split: f"{Path(task.splits[split][0]).stem}_predictions.tsv" for split in task.splits_of("test")}
-        task = dataclasses.replace(task, words=True, submission=own)
+        task = dataclasses.replace(task, submission=own)
     files = {split: (task, file) for split, file in task.submission.items()}
     if args.task_name == "mnli":
         files["ax"] = glue.AX, glue.AX.submission["test"]
     for split, (of_task, file) in files.items():
-        scores = np.mean([form.averaged(of_run[split]) for of_run in tests], axis=0)
+        scores = np.mean([form.to_average(of_run[split]) for of_run in tests], axis=0)
         predictions = form.predictions(split, scores, of_validation)
         path = folder / "submission" / file
         path.parent.mkdir(exist_ok=True)

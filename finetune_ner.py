@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> Summary:
     runs = protocol.preset_runs(args, training_args)
     records = protocol.run_all(argv, runs, job, read_arguments, publisher and publisher.push_run, DEFAULT)
 
-    # 5. Median and spread over seeds.
+    # 5. Median and spread over seeds, beside the paper's if it has the task.
     folder = Path(training_args.output_dir)
     summary = protocol.finish((args, training_args), resolved, runs, records, job)
     if training_args.process_index == 0:

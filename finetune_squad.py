@@ -287,7 +287,7 @@ def joint_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 def masked_logits(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """(batch, seq_len, 2) start and end logits with padding masked: its length differs between micro-batches."""
     logits = torch.stack([output.start_logits, output.end_logits], dim=-1).float()
-    return logits.masked_fill(batch["attention_mask"][..., None] == 0, masked_lm.HIDDEN_LOGIT)
+    return logits.masked_fill(batch["attention_mask"][..., None] == 0, masked_lm.EXCLUDED_LOGIT)
 
 
 def cache_last(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:

@@ -46,7 +46,7 @@ from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import MaskedLmMixin, flops_per_token
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.settings import shown_names, value_of
-from roberta_recipe.training import checkpoint, launch_checks, output_folder, pretraining, processes
+from roberta_recipe.training import checkpoint, launch_checks, pretraining, processes
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.stopping import Stopping
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     alike = {name: getattr(args, name) for name in _ALIKE}
     resumed_from, resumed = checkpoint.resume(training_args, fingerprint, args.resume_despite_changes, data_keys, alike)
     collator = pretraining.build_collator(args, training_args, tokenizer)
-    validation = pretraining.validation_blocks(args, validation_reader)
+    validation, masked_validation = pretraining.validation_set(args, validation_reader, tokenizer)
     entropy = masking.unigram_entropy(validation, tokenizer)
     blocks = build_blocks(args, training_args, reader, resumed)
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
         model=model,
         args=training_args,
         train_dataset=blocks,
-        eval_dataset=pretraining.mask_validation(args, validation, tokenizer),
+        eval_dataset=masked_validation,
         data_collator=collator,
         processing_class=tokenizer,
         callbacks=[hub.PublishCheckpoints(publisher, training_args.save_total_limit)] if publisher else [],
@@ -162,7 +162,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_cooldown(args, training_args)
     pretraining.derive(args, training_args)
     launch_checks.check_deepspeed(training_args)
-    output_folder.prepare(training_args, args.resume_despite_changes, args.token_cache)
+    checkpoint.prepare_folder(training_args, args.resume_despite_changes, args.token_cache)
 
 
 def announce_preset(argv: list[str], corpus: corpora.Corpus) -> None:
@@ -207,8 +207,7 @@ def train_missing_tokenizer(
     )
     tokenizer = tokenizer_training.train_tokenizer((text for _, text in sample()), entries, at_most=not is_size_given)
     try:
-        with weights.saved_for(tokenizer, config):
-            tokenizer_training.save_tokenizer(tokenizer, args.tokenizer_name)
+        tokenizer_training.save_tokenizer(weights.for_saving(tokenizer, config), args.tokenizer_name)
         durable.write_json(stored, text)
     except InputError:
         if training_args.world_size == local_processes():  # else another machine saved it in a shared folder

@@ -51,6 +51,7 @@ if not INSIDE:
     )
 
     from roberta_recipe.data import packing, tokenization
+    from roberta_recipe.data.documents import split_sentences
     from roberta_recipe.data.tokenizer_training import train_tokenizer
     from roberta_recipe.errors import InputError
     from tools import fairseq as converter
@@ -476,7 +477,7 @@ def compare_blocks(table: Table, corpora: list[dict], answers: list[dict]) -> No
 
 
 def make_corpora(documents: list[str], tokenizer, length: int, random_count: int) -> list[dict]:
-    encode_all, sentences = tokenization.corpus_encoder(tokenizer), [tokenization.split_sentences(d) for d in documents]
+    encode_all, sentences = tokenization.corpus_encoder(tokenizer), [split_sentences(d) for d in documents]
     ids = iter(encode_all(list(itertools.chain(*sentences))))
     text = [[next(ids) for _ in document] for document in sentences]
     fitting = [[sentence for sentence in document if len(sentence) <= length - 2] for document in text]

@@ -56,7 +56,7 @@ def write_cache(folder: Path, files: int) -> Corpus:
     for path in texts:
         path.write_text(path.name)
     corpus = resolve(Corpus("random", [Source("random", files=[str(path) for path in texts])]))
-    made_from = token_cache.claim(folder / "cache", {"input_format": "full_sentences"})
+    made_from = token_cache.create_or_check(folder / "cache", {"input_format": "full_sentences"})
     for file in itertools.chain.from_iterable(token_cache.shards_of(corpus, 1)):
         token_cache._write_shard(folder / "cache", made_from, file, iter(()), RandomTokens(corpus))
     return corpus

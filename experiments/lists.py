@@ -49,7 +49,7 @@ class Measure(NamedTuple):
 
     title: str  # with its unit
     better: Literal["lower", "higher"]
-    of: Literal["pretraining", "fine-tuning"]
+    kind: Literal["pretraining", "fine-tuning"]
     tool: str | None  # in tools/, run for the measure of its name, writes --output FILE; None: read the run record
     keys: tuple[str, ...]  # path of the value in that file
     times: float = 1.0
@@ -220,16 +220,16 @@ class Experiment:
     def figure(self, measure: str) -> float | None:
         """The value of a measure, times `Measure.times`; nan if it is not a number, None until the row has finished.
         Raises `InputError` for a damaged record."""
-        kind, value = MEASURES[measure], self.record()
-        if kind.tool and value:
-            value = self.measured(kind.tool, kind.keys[0]) if self.output_of(kind.tool).is_file() else {}
+        chosen, value = MEASURES[measure], self.record()
+        if chosen.tool and value:
+            value = self.measured(chosen.tool, chosen.keys[0]) if self.output_of(chosen.tool).is_file() else {}
         if not value:
             return None
-        if kind.of == "fine-tuning":
+        if chosen.kind == "fine-tuning":
             value = picked_setting(value)
-        for key in kind.keys:
+        for key in chosen.keys:
             value = value[key]
-        return float("nan") if value is None else kind.times * value
+        return float("nan") if value is None else chosen.times * value
 
 
 class ExperimentList(NamedTuple):
@@ -413,18 +413,18 @@ def _resolve_all(
     for name, words in tools.items():
         tool = importlib.import_module(f"tools.{name}")
         argv = ["--model_name_or_path", "run", *words, *output_flag(name, Path("run", f"{name}.json"))]
-        named(f"{path}, measure {name!r}", tool.parse, argv)
+        prefix_errors(f"{path}, measure {name!r}", tool.parse, argv)
     resolved = []
     for variant in variants:
         where = f"{path}, row {variant.name!r}"
-        resolved.append(named(where, _resolve, variant, where))
+        resolved.append(prefix_errors(where, _resolve, variant, where))
         kind = "fine-tuning" if resolved[-1][1] == "seeds" else "pretraining"
-        if wrong := [name for name in measures if MEASURES[name].of != kind]:
-            raise InputError(f"{where}: measure {wrong[0]} is for {MEASURES[wrong[0]].of}, not for {variant.script}")
+        if wrong := [name for name in measures if MEASURES[name].kind != kind]:
+            raise InputError(f"{where}: measure {wrong[0]} is for {MEASURES[wrong[0]].kind}, not for {variant.script}")
     return resolved
 
 
-def named(where: str, call: Callable, *args: Any) -> Any:
+def prefix_errors(where: str, call: Callable, *args: Any) -> Any:
     """`call(*args)`; an `InputError` is prefixed with `where`."""
     try:
         return call(*args)

@@ -95,7 +95,7 @@ class Runner:
         state, to_do, cores = row.state(), row.to_do(), self.free.pop(0)
         row.folder.mkdir(parents=True, exist_ok=True)
         durable.remove_stale(row.folder)
-        remember(row)
+        write_row_state(row)
         if "run" in to_do:  # delete measures of other weights
             for measure in row.measures:
                 row.output_of(measure).unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class Runner:
             return
         self.running.remove(running)
         self.free.append(running.cores)
-        remember(running.row, time.monotonic() - running.begun_s)
+        write_row_state(running.row, time.monotonic() - running.begun_s)
         if done and not running.to_do:
             figures = (f"{MEASURES[name].title} {running.row.figure(name):.4g}" for name in self.measures)
             logger.info(f"done    {running.row.title}: {', '.join(figures)}; {self._left()}")
@@ -150,7 +150,7 @@ def split_cores(jobs: int) -> list[list[int]]:
     return [cores[number * each : (number + 1) * each] for number in range(jobs)]
 
 
-def remember(row: Experiment, seconds: float = 0.0) -> None:
+def write_row_state(row: Experiment, seconds: float = 0.0) -> None:
     """Write `row.json`: the settings and measures of this run, and the time spent plus `seconds`."""
     stored = row.stored()
     measures = {**stored["measures"], **row.measures}
@@ -201,7 +201,7 @@ def costs(listed: ExperimentList, hardware: str) -> list[str]:
     for variant in listed.variants:
         flags = [word.replace(lists.SEED, str(listed.seeds[0])) for word in words_of(variant.flags, variant.name)]
         argv = [*variant.preset, *flags, "--hardware", hardware]
-        cost = lists.named(f"{listed.path}, row {variant.name!r}", estimate.read_estimate, argv)
+        cost = lists.prefix_errors(f"{listed.path}, row {variant.name!r}", estimate.read_estimate, argv)
         fits = "" if cost.fits else ", and does not fit into memory"
         costs_by_name.append(f"{variant.name}: {duration(86_400 * cost.days)}, ${cost.cost:,.2f} a seed{fits}")
         days, dollars = days + cost.days, dollars + cost.cost

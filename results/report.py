@@ -483,7 +483,8 @@ def sections(ledger: Ledger, folder: Path) -> list[Section]:
     compared, rows = tested(ledger), all_rows(ledger)
     ours = [each for each in compared if each[0].random or each[0].model.partition(",")[0] in ledger.pretrained]
     known = [each for each in compared if each not in ours]
-    not_run = [row.shown for row in paper_rows() if row.shown not in {pair.row.shown for pair, _ in ours}]
+    run = {line[0] for line in rows if line[1].partition(",")[0] in ledger.pretrained}
+    not_run = [row.shown for row in paper_rows() if row.shown not in run]
     names = sorted(path.stem for path in (ROOT / "presets" / "tables").glob("*.yaml") if path.stem != "scales")
     waiting = [name for name in names if not any(f"TABLE={name}" in command for *_, command in ledger.orderings)]
     known_head, *known_rows = ((*line[:3], *line[4:7]) for line in (SCORE_HEAD, *score_table(known)))

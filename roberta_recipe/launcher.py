@@ -13,14 +13,10 @@ _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")  # of
 
 
 @functools.cache
-def _parent() -> int:
-    """The parent's PID at the first call (in `exit_on_error`); data workers inherit the cached value."""
-    return os.getppid()
-
-
 def launcher_pid() -> int | None:
-    """The PID of torchrun or `accelerate launch`; None for a process that was started by hand."""
-    return _parent() if any(name in os.environ for name in _LAUNCHER_VARIABLES) else None
+    """The PID of torchrun or `accelerate launch`; None for a process that was started by hand. Cached at the first call
+    (in `exit_on_error`), for data workers, and as `TrainingArguments` sets one of the variables for `torch_compile`."""
+    return os.getppid() if any(name in os.environ for name in _LAUNCHER_VARIABLES) else None
 
 
 def user_set_omp_threads() -> bool:

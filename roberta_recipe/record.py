@@ -168,28 +168,18 @@ class Scores(TypedDict):
     highest: float
     seeds: dict[Any, float]
     medians: dict[str, float]  # of every metric
-
-
-class SettingScores(Scores):
-    """The validation scores of one setting of a protocol."""
-
-    learning_rate: float
-    global_batch_size: int
-    degenerate_seeds: list[int]
-    best_run: str  # folder
-
-
-class TestScores(Scores):
-    """Test scores of the selected setting, over the seeds that were scored."""
-
-    examples: int
+    learning_rate: NotRequired[float]  # on validation, as the next three
+    global_batch_size: NotRequired[int]
+    degenerate_seeds: NotRequired[list[int]]
+    best_run: NotRequired[str]  # folder
+    examples: NotRequired[int]  # on a test split
 
 
 class Summary(TypedDict):
     """`summary.json` of a fine-tuning protocol."""
 
     metric: str
-    settings: list[SettingScores]
+    settings: list[Scores]
     picked: int  # index of the setting with the best median
     task: str
     dataset: DatasetCard
@@ -197,12 +187,12 @@ class Summary(TypedDict):
     baseline: Baseline | None
     resolved_args: dict[str, Any]
     shown_args: list[str]
-    tests: NotRequired[dict[str, TestScores]]  # by test split, if it is labelled
+    tests: NotRequired[dict[str, Scores]]  # by test split, if it is labelled
     duplicates: NotRequired[dict[str, Any]]
     features: NotRequired[dict[str, Any]]
 
 
-def picked_setting(summary: Summary) -> SettingScores:
+def picked_setting(summary: Summary) -> Scores:
     """The scores of the setting with the best median."""
     return summary["settings"][summary["picked"]]
 
@@ -264,17 +254,13 @@ def versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """The recipe's commit at the first call, with "-dirty" for uncommitted changes; None outside of its own
     repository."""
+    if not (ROOT / ".git").exists():  # a folder, or a file in a worktree; a repository around ROOT does not count
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return None
-        return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(ROOT), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
 def finite(value: Any) -> Any:

@@ -25,7 +25,7 @@ from roberta_recipe.data.order import blocks_by_source, interleave
 from roberta_recipe.data.stream import blocks_at
 from roberta_recipe.errors import InputError, RunError
 from roberta_recipe.record import HASHES_NAME
-from roberta_recipe.training import output_folder, pretraining
+from roberta_recipe.training import checkpoint, pretraining
 
 TEXTS = make_documents(60, seed=4)
 
@@ -215,8 +215,8 @@ def test_a_file_is_hashed_once_for_a_run_until_it_changes(big_file, tmp_path, mo
     first = fingerprint()
     assert fingerprint() == first == young and len(hashed) == 3 and kept.exists()
     assert fingerprint("another") == first and len(hashed) == 4  # of another run
-    output_folder._prepare(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
-    assert token_cache.claim(tmp_path / "another", {})  # and so does a token cache
+    checkpoint._prepare_folder(tmp_path / "run", max_steps=1)  # a run that was killed so early begins there,
+    assert token_cache.create_or_check(tmp_path / "another", {})  # and so does a token cache
     kept.write_bytes(kept.read_bytes().replace(b"sum", b"sun"))
     assert fingerprint() == first and len(hashed) == 5
     known = durable.read_sealed(kept)["files"]
@@ -525,3 +525,21 @@ def test_a_corpus_must_hold_out_a_document(tmp_path, caplog):
     sources = [Source(name, files=path, weight=1.0) for name, path in (("few", few), ("many", many))]
     reading.check_sources(resolve(Corpus("mixture", sources)))
     assert "no document is held out of few" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "names", [["train-0.txt", "test-0.txt"], ["train/a.txt", "validation/b.txt"], ["train.txt", "dev.txt"]]
+)
+def test_a_folder_with_several_splits_is_refused(tmp_path, names):
+    """As a data set downloaded from the Hub has, whose test set would be trained on."""
+    for name in [*names, "README.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_text(tmp_path / name, make_documents(3, seed=0))
+    with pytest.raises(InputError, match=r"has files of several splits \(.*name one, such as .*train\*', or all, "):
+        corpora.resolve(corpora.corpus_of_files([str(tmp_path)], None, "text"))
+    for named, files in ((f"{tmp_path}/train*", 1), (f"{tmp_path}/**", 2)):
+        named = f"{named}/*" if named.endswith("train*") and (tmp_path / "train").is_dir() else named
+        corpus = corpora.resolve(corpora.corpus_of_files([named], None, "text"))
+        assert len(corpus.files(corpus.sources[0], "train")[1]) == files
+    (tmp_path / names[1]).rename(tmp_path / "latest-test-results.txt")
+    corpora.resolve(corpora.corpus_of_files([str(tmp_path)], None, "text"))

@@ -119,7 +119,7 @@ def test_how_long_a_step_waits_for_data(signaled_by, reads, waited_s, ending):
     """The timer counts its ticks, as the clock goes on while the process is suspended."""
     progress = None if reads is None else torch.zeros(1)
     state, stopping = SimpleNamespace(global_step=9), SimpleNamespace(signaled_by=signaled_by)
-    trainer = SimpleNamespace(state=state, stopping=stopping, last_good="Kept.")
+    trainer = SimpleNamespace(state=state, stopping=stopping, checkpoint_hint="Kept.")
     raised = None
     with data_workers.DataTimeout(trainer, progress) as wait:
         for _ in range(5, waited_s + 1, 5):

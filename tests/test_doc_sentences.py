@@ -9,7 +9,7 @@ from test_varlen import attention_by_definition
 import train_mlm
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.model import cpu_kernels, varlen
+from roberta_recipe.model import attention, cpu_kernels
 from roberta_recipe.model.attention import register
 from roberta_recipe.model.masked_lm import masked_lm_class
 
@@ -25,7 +25,7 @@ def blocks(tokenizer):
     return made
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE, varlen.VARLEN])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", cpu_kernels.BLOCKWISE, attention.VARLEN])
 def test_losses_and_gradients_are_those_of_a_row_a_sequence(config, tokenizer, blocks, attention, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_definition)
     register()

@@ -169,6 +169,15 @@ def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
     assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 21))
 
 
+def test_a_finished_run_is_extended_by_more_passes(preset, tmp_path):
+    saving = ("--save_strategy", "steps", "--save_steps", "3")
+    first = train(preset, *saving, "--num_train_epochs", 0.5)
+    with pytest.raises(InputError, match="finished run"):
+        train(preset, *saving, "--num_train_epochs", 1)
+    record = train(preset, *saving, "--num_train_epochs", 1, "--resume_despite_changes", "true")
+    assert record["steps"] == 2 * first["steps"] and record["resumes"] == 1
+
+
 @pytest.mark.parametrize("step", [3, 5, 9])
 def test_a_fine_tuning_that_is_stopped_at_any_step_is_the_same_run(glue, tmp_path, at_step, step):
     """Including the last step of an epoch, which is saved after its evaluation, and steps within an epoch, where no
@@ -309,13 +318,12 @@ def test_the_command_that_continues_is_the_launcher_s(monkeypatch):
     """Or this process's own, if the launcher's cannot be read."""
     own = f"Continue with: {shlex.join(sys.orig_argv)}"
     assert launcher.resume_hint.__wrapped__() == own
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(launcher, "_parent", lambda: 1)
+    monkeypatch.setattr(launcher, "launcher_pid", lambda: 1)
     assert (
         launcher.resume_hint.__wrapped__()
         == f"Continue with: {shlex.join(psutil.Process(1).cmdline() or sys.orig_argv)}"
     )
-    monkeypatch.setattr(launcher, "_parent", lambda: 2**22 + 1)  # no process
+    monkeypatch.setattr(launcher, "launcher_pid", lambda: 2**22 + 1)  # no process
     assert launcher.resume_hint.__wrapped__() == own
 
 

@@ -265,7 +265,7 @@ def test_rows_that_were_measured_on_other_text_give_no_table(write, monkeypatch)
     monkeypatch.setattr(lists.Experiment, "record", lambda row: {"resolved_args": {}})
     for row in listed.rows:
         row.folder.mkdir(parents=True)
-        experiments.remember(row)
+        experiments.write_row_state(row)
         durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0, "words": 545, "documents": 15})
     checks.check_rows(listed)
     other = listed.rows[-1].output_of("words")
@@ -315,7 +315,7 @@ def test_a_row_that_was_trained_by_hand_is_compared_by_its_record(write, trained
     durable.write_sealed(row.output_of("words"), {"bits_per_word": 9.0})
     with pytest.raises(InputError, match=r"low, seed 1: measure words was not known, is .*its file"):
         checks.check_rows(listed)
-    experiments.remember(row)
+    experiments.write_row_state(row)
     checks.check_rows(listed)
     trained(write(flags={"max_train_samples": 16}))
     with pytest.raises(InputError, match="low, seed 1: max_train_samples was 16, is None"):
@@ -330,7 +330,7 @@ def test_values_that_a_run_derives_are_no_change(write, trained, tmp_path, monke
     records = trained(path)
     for row in lists.read(path).rows:
         row.folder.mkdir(parents=True)
-        experiments.remember(row)
+        experiments.write_row_state(row)
         records[row.title]["resolved_args"] |= {"max_steps": 123, "bf16": True}
     monkeypatch.setattr("roberta_recipe.hardware.has_bf16", lambda use_cpu: False)
     checks.check_rows(lists.read(path))
@@ -454,7 +454,7 @@ def test_fine_tunings_of_other_weights_or_validation_examples_give_no_table(writ
         weights = "retrained" if row.title == "high, seed 2" else "before"
         run = {"fingerprint": {"weights": weights, "seed": row.seed}, "metrics": {}}
         (row.run / "lr").mkdir(parents=True)
-        experiments.remember(row)
+        experiments.write_row_state(row)
         durable.write_sealed(row.run / "lr/run_record.json", run)
         summary = {"settings": [], "picked": 0, "scored_examples": {"validation": 277 if row.name == "low" else 200}}
         summary["resolved_args"] = {"seeds": [row.seed]}
@@ -476,7 +476,7 @@ def test_rows_that_each_begin_at_their_own_seed_belong_together(write, preset, t
     path = write(rows=[{"name": "again", "flags": {"model_name_or_path": "./{seed}"}}])
     for row in lists.read(path).rows:
         row.folder.mkdir(parents=True)
-        experiments.remember(row)
+        experiments.write_row_state(row)
         train_mlm.main(row.train[2:])
     capsys.readouterr()
     experiments.main([path, "--table"])

@@ -173,7 +173,7 @@ def test_old_names_and_packed_projections(checkpoint, ids):
         elif ".k_proj." not in name and ".v_proj." not in name:
             old[name] = tensor
     old["decoder.sentence_encoder.version"] = torch.tensor(1)
-    again = fairseq.modern(old)
+    again = fairseq.upgrade_names(old)
     assert set(again) == set(weights) and all(again[name].equal(weights[name]) for name in weights)
 
 

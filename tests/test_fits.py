@@ -42,8 +42,7 @@ def test_the_tokenizer_of_every_preset_truncates_to_the_model(preset, tokenizer,
     assert weights.max_positions(config) == positions >= values["max_seq_length"]
     before = tokenization.files_fingerprint(tokenizer)
     masked_lm_class(config)(config).save_pretrained(tmp_path)
-    with weights.saved_for(tokenizer, config):
-        tokenizer.save_pretrained(tmp_path)
+    weights.for_saving(tokenizer, config).save_pretrained(tmp_path)
     assert long_text_is_completed(str(tmp_path)) == positions
     assert tokenizer.model_max_length == 512 and tokenization.files_fingerprint(tokenizer) == before
 
@@ -100,8 +99,7 @@ def test_the_saved_tokenizer_makes_the_columns_of_the_model(config, wordpiece, t
     monkeypatch.setattr(wordpiece, "model_input_names", names)
     before = tokenization.files_fingerprint(wordpiece)
     config.type_vocab_size = rows
-    with weights.saved_for(wordpiece, config):
-        wordpiece.save_pretrained(tmp_path)
+    weights.for_saving(wordpiece, config).save_pretrained(tmp_path)
     expected = {"input_ids", "attention_mask"} | ({"token_type_ids"} if rows == 2 else set())
     assert set(AutoTokenizer.from_pretrained(tmp_path)("a", "b")) == expected
     assert wordpiece.model_input_names == names and tokenization.files_fingerprint(wordpiece) == before

@@ -348,6 +348,16 @@ def equal(first, second):
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
+@pytest.mark.parametrize("change", [["--config_overrides", "num_hidden_layers=1"], ["--objective", "mlm"]])
+def test_a_change_of_the_weights_is_refused(preset, tmp_path, change):
+    """Layers of other number, or heads of other objectives, whatever --resume_despite_changes says."""
+    pairs = ["--input_format", "sentence_pair", "--objective", "mlm", "nsp", *SAVING]
+    train(preset, *pairs)
+    resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", "--resume_despite_changes", "true"]
+    with pytest.raises(InputError, match=r"checkpoint-2 has other weights than this model \(.*--model_name_or_path"):
+        train(preset, *pairs, *change, *resume, "--output_dir", tmp_path / "b")
+
+
 def test_a_change_that_was_asked_for_reaches_any_optimizer(preset, tmp_path):
     train(preset, "--optim", "adafactor", "--lr_scheduler_type", "cosine", *SAVING)
     resume = ["--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", "--resume_despite_changes", "true"]

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import train_mlm
 from roberta_recipe.data import mask_units
-from roberta_recipe.data.mask_units import LENGTHS, Words, choose_spans, words_of_blocks
+from roberta_recipe.data.mask_units import LENGTHS, Words, choose_spans, word_starts, words_of_blocks
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.tokenization import corpus_backend, corpus_encoder
 from roberta_recipe.data.tokenizer_training import train_tokenizer
-from roberta_recipe.data.word_starts import word_starts
 from roberta_recipe.errors import InputError
 
 UNITS = ("whole_word", "span", "ngram")
@@ -306,3 +305,40 @@ def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, capsys, mon
     monkeypatch.setattr(mask_units, "REVISION", 1)  # a checkpoint of a former version
     with pytest.raises(InputError, match="mask_revision was 3, is 1"):
         train_mlm.main([*flags, "--output_dir", str(tmp_path / "drawn_before")])
+
+
+def test_words_of_other_tokenizers():
+    """BPE with a suffix at the end of a word (HerBERT), WordPiece with its own prefix and pre-tokenizer, and BPE whose
+    normalizer writes blanks as letters (Gemma)."""
+    special, words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], ["the", "lazy", "dogs"]
+    roles = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+
+    def starts(model, pre_tokenizer, normalizer=None):
+        backend = Tokenizer(model)
+        backend.pre_tokenizer, backend.normalizer = pre_tokenizer, normalizer
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+        ids = np.array(
+            [0, *tokenizer("the lazy dogs", add_special_tokens=False).input_ids, 2, *tokenizer("the").input_ids]
+        )
+        assert len(ids) > 8  # words of several tokens
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        return [token for token, begins in zip(tokens, word_starts(tokenizer)(ids), strict=True) if begins]
+
+    letters = sorted({*"".join(words)})
+    pieces = [*special, *letters, *(f"{letter}</w>" for letter in letters)]
+    herbert = models.BPE({piece: n for n, piece in enumerate(pieces)}, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    assert starts(herbert, pre_tokenizers.BertPreTokenizer()) == ["t", "l", "d", "t"]
+    pieces = [*special, *letters, *(f"@@{letter}" for letter in letters)]
+    prefixed = models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="<unk>")
+    prefixed.continuing_subword_prefix = "@@"
+    assert starts(prefixed, pre_tokenizers.Whitespace()) == ["t", "l", "d", "t"]
+    pieces = [*special, *letters, "▁"]
+    gemma = models.BPE({piece: n for n, piece in enumerate(pieces)}, [], unk_token="<unk>")
+    normalizer = normalizers.Replace(" ", "▁")
+    assert starts(gemma, pre_tokenizers.Split(" ", "merged_with_previous"), normalizer) == ["t", "▁", "▁", "t"]

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, DataCollatorForLangua
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import attention, cross_entropy
-from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, build_model, flops_per_token, layer_weights, masked_lm_class
+from roberta_recipe.model import attention, masked_lm
+from roberta_recipe.model.masked_lm import EXCLUDED_LOGIT, build_model, flops_per_token, layer_weights, masked_lm_class
 from roberta_recipe.model.weights import read_config
 from roberta_recipe.training.arguments import MlmTrainingArguments
 from roberta_recipe.training.mlm_trainer import MlmTrainer
@@ -164,14 +164,14 @@ def test_a_micro_batch_waits_for_no_device(config, tokenizer, attention):
 def test_losses_and_gradients_of_many_rows_are_torchs(monkeypatch):
     """More rows than one chunk, in each precision; an ignored row has neither loss nor gradient."""
     torch.manual_seed(0)
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 50 * 128)
+    monkeypatch.setattr(masked_lm, "LOGITS_AT_ONCE", 50 * 128)
     targets = torch.randint(0, 50, (2 * 128 + 7,))
     targets[::5] = IGNORED
     upstream = torch.rand(len(targets))
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.float16, 0.01)):
         logits = (3 * torch.randn(len(targets), 50)).to(dtype)
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-        losses = cross_entropy.cross_entropy(ours, targets)
+        losses = masked_lm.cross_entropy(ours, targets)
         expected = torch.nn.functional.cross_entropy(theirs.float(), targets, reduction="none")
         torch.testing.assert_close(losses, expected, rtol=0, atol=0)
         (losses * upstream).sum().backward()
@@ -237,7 +237,7 @@ def test_tokens_that_are_added_into_padding_rows_can_be_predicted(config_file, t
         extended.add_tokens([f"<{added}-{i}>" for i in range(added)])
         start = {"model_name_or_path": str(tmp_path), "pad_vocab_to_multiple_of": multiple}
         bias = build_model(extended, max_seq_length=64, **start).get_output_embeddings().bias
-        assert not bias[: len(extended)].any() and (bias[len(extended) :] == HIDDEN_LOGIT).all()
+        assert not bias[: len(extended)].any() and (bias[len(extended) :] == EXCLUDED_LOGIT).all()
 
 
 def test_padding_the_embedding_changes_no_loss_and_no_gradient(config_file, tokenizer, tmp_path):

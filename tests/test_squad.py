@@ -243,7 +243,7 @@ def test_the_classifier_of_a_checkpoint_is_kept_or_fresh(flags, tmp_path, capsys
 
 def test_learning_rates_fall_from_the_head_to_the_embeddings(model_dir, tmp_path):
     args = finetune_squad.SquadArguments(model_name_or_path=model_dir, version_2_with_negative=True)
-    rates = task_heads.layer_rates(finetune_squad.build_model(args), 1.0, 0.5)
+    rates = task_heads.layer_learning_rates(finetune_squad.build_model(args), 1.0, 0.5)
     assert rates["qa_outputs.weight"] == rates["answerability.dense.bias"] == 1.0
     assert rates["roberta.encoder.layer.1.output.dense.weight"] == 0.5
     assert rates["roberta.encoder.layer.0.attention.self.query.bias"] == 0.25

@@ -20,7 +20,7 @@ from tokenizers import normalizers
 from roberta_recipe.data import chunks, token_cache
 from roberta_recipe.data.chunks import PACKERS, File, TextReader, pair_versions
 from roberta_recipe.data.corpus import Corpus, Source
-from roberta_recipe.data.documents import file_rows, read_file
+from roberta_recipe.data.documents import file_rows, read_file, split_sentences
 from roberta_recipe.data.masking import MlmCollator
 from roberta_recipe.data.order import (
     FILES,
@@ -42,7 +42,7 @@ from roberta_recipe.data.stream import (
     validation_blocks,
 )
 from roberta_recipe.data.token_cache import TokenCache
-from roberta_recipe.data.tokenization import boundary_ids, split_sentences
+from roberta_recipe.data.tokenization import boundary_ids
 from roberta_recipe.errors import InputError
 from roberta_recipe.record import INDEX_NAME
 from roberta_recipe.training.data_loading import MicroBatchLoader, micro_batches, unflatten_batches

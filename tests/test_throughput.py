@@ -109,11 +109,11 @@ def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_pa
     )
 
 
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80), of_longest=st.integers(1, 20))
-def test_token_batches_hold_all_features_once_within_tokens_and_padding(lengths, of_longest):
-    batches = finetune_trainer.token_batches(lengths, of_longest)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80), batch_size=st.integers(1, 20))
+def test_token_batches_hold_all_features_once_within_tokens_and_padding(lengths, batch_size):
+    batches = finetune_trainer.token_batches(lengths, batch_size)
     assert sorted(itertools.chain.from_iterable(batches)) == list(range(len(lengths)))
-    room = of_longest * -(-max(lengths) // 8) * 8
+    room = batch_size * -(-max(lengths) // 8) * 8
     widths = [max(lengths[number] for number in batch) for batch in batches]
     assert widths == sorted(widths, reverse=True)
     for batch, width, behind in itertools.zip_longest(batches, widths, batches[1:]):

@@ -9,13 +9,14 @@ import sys
 import time
 
 import pytest
+import tokenizers
 from conftest import make_documents, run_python, write_parquet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from roberta_recipe import durable
-from roberta_recipe.data import tokenization, tokenizer_training
+from roberta_recipe.data import documents, tokenization, tokenizer_training
 from roberta_recipe.errors import InputError
 from tokenizer import train_tokenizer
 
@@ -99,9 +100,19 @@ def test_a_folder_of_vocab_and_merges_is_robertas_tokenizer(tokenizer, tmp_path)
     assert (bare.mask_token_id, bare.model_max_length) == (399, 512)
 
 
+def test_the_two_files_of_another_bpe_are_refused(tmp_path):
+    """`save_model` of every BPE in `tokenizers` writes them; the class of RoBERTa would drop blanks and accents."""
+    other = tokenizers.CharBPETokenizer()
+    special = [*tokenization.LEADING_TOKENS, "<mask>"]
+    other.train_from_iterator(make_documents(20, seed=0), vocab_size=200, special_tokens=special, show_progress=False)
+    other.save_model(str(tmp_path))
+    with pytest.raises(InputError, match=r"vocab.json is not of a byte-level BPE; add its tokenizer.json and"):
+        tokenization.load_tokenizer(str(tmp_path))
+
+
 def test_sentences():
     text = "Dr. Smith went to Washington, D.C. on Jan. 5. He paid $3.50.\nA line is a sentence\n\n  \nLast one? Yes!"
-    assert tokenization.split_sentences(text) == [
+    assert documents.split_sentences(text) == [
         "Dr. Smith went to Washington, D.C. on Jan. 5.",
         "He paid $3.50.",
         "A line is a sentence",
@@ -115,15 +126,15 @@ def test_sentences():
 @example("B\xa0.")  # where sentencex 1.0.32 panics
 @example("a \u3000. B.")
 def test_splitting_loses_no_text(text):
-    sentences = tokenization.split_sentences(text)
+    sentences = documents.split_sentences(text)
     assert "".join("".join(sentences).split()) == "".join(text.split())
 
 
 def test_a_long_line_has_the_sentences_of_its_pieces():
     sentence = "这是一个句子。"
-    assert tokenization.split_sentences(sentence * 10_000) == [sentence] * 10_000
+    assert documents.split_sentences(sentence * 10_000) == [sentence] * 10_000
     unbroken = "a" * 45_000
-    assert "".join(tokenization.split_sentences(unbroken)) == unbroken
+    assert "".join(documents.split_sentences(unbroken)) == unbroken
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 from conftest import make_documents
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
 import finetune_glue
 from roberta_recipe import durable
 from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.packing import Block
+from roberta_recipe.errors import InputError
 from roberta_recipe.model import weights
 from roberta_recipe.tasks import glue, protocol, race, squad, wsc
 
@@ -133,8 +135,8 @@ class Saved:
             model_name_or_path=str(folder), tokenizer_name=None, max_seq_length=max_seq_length
         )
         self.loaded = protocol.load_tokenizer(self.args)
-        with weights.saved_for(self.loaded, weights.read_config(str(folder)), max_seq_length):
-            self.loaded.save_pretrained(folder / "best")
+        to_save = weights.for_saving(self.loaded, weights.read_config(str(folder)), max_seq_length)
+        to_save.save_pretrained(folder / "best")
         self.used = AutoTokenizer.from_pretrained(folder / "best")
 
 
@@ -258,10 +260,62 @@ def test_only_own_special_tokens_change_the_fingerprint(tmp_path, tokenizer):
     assert tokenization.tokenizer_fingerprint(own) != tokenization.tokenizer_fingerprint(split)
 
 
-def test_a_tokenizer_without_a_template_is_warned_of(tmp_path, tokenizer, caplog):
-    with_config(tmp_path / "left", tokenizer, padding_side="left")
-    assert not caplog.text
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
-    bare.backend_tokenizer.post_processor = processors.ByteLevel()
-    with_config(tmp_path / "bare", bare)
-    assert "does not add two special tokens around a text" in caplog.text
+def test_a_tokenizer_without_a_template_gets_that_of_training(tmp_path, tokenizer):
+    """In memory and, saved beside the model, for fine-tuning and `pipeline`; its blocks and fingerprint stay."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.ByteLevel()
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+    assert bare("the cat", "a dog").input_ids == [*tokenizer("the cat", "a dog", add_special_tokens=False).input_ids]
+    loaded = with_config(tmp_path / "bare", bare)
+    weights.for_saving(loaded, AutoConfig.for_model("roberta", pad_token_id=1)).save_pretrained(tmp_path / "saved")
+    for one in (loaded, tokenization.load_tokenizer(str(tmp_path / "saved"), needed=("pad_token",))):
+        for texts in (["the cat"], ["the cat", "a dog"]):
+            assert one(*texts).input_ids == tokenizer(*texts).input_ids
+    assert tokenization.tokenizer_fingerprint(loaded) == tokenization.tokenizer_fingerprint(bare)
+
+
+@pytest.mark.parametrize("role", ["eos_token", "bos_token", "mask_token"])
+def test_a_padding_token_with_another_role_is_refused(tmp_path, tokenizer, role):
+    """RoBERTa's position ids skip the padding token, so also each `</s>` of a block."""
+    roles = {**tokenizer.special_tokens_map, "pad_token": getattr(tokenizer, role)}
+    shared = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **roles)
+    with pytest.raises(InputError, match=f"pads with '{getattr(tokenizer, role)}', which training also uses"):
+        with_config(tmp_path, shared)
+    assert tokenization.load_tokenizer(str(tmp_path), needed=("pad_token",))  # in fine-tuning, the mask hides it
+
+
+def test_a_class_that_drops_parts_of_a_tokenizer_is_warned_of(tmp_path, caplog):
+    """transformers rebuilds `RobertaTokenizer` from vocabulary and merges; `PreTrainedTokenizerFast` keeps the rest."""
+    lower = tokenizers.ByteLevelBPETokenizer(lowercase=True)
+    special = [*tokenization.LEADING_TOKENS, "<mask>"]
+    lower.train_from_iterator(make_documents(20, seed=0), vocab_size=300, special_tokens=special, show_progress=False)
+    RobertaTokenizer(tokenizer_object=lower._tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(lower.to_str())
+    rebuilt = tokenization.load_tokenizer(str(tmp_path))
+    assert rebuilt.tokenize("THE cat") != lower.encode("THE cat").tokens
+    assert "RobertaTokenizer of transformers splits text in another way than its tokenizer.json" in caplog.text
+    caplog.clear()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    assert tokenization.load_tokenizer(str(tmp_path)).tokenize("THE cat") == lower.encode("THE cat").tokens
+    assert "in another way" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
+def test_special_tokens_written_in_a_text_stay_text(kind):
+    """Also where the pre-tokenizer keeps them whole, and the vocabulary has them."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "cat", *map(chr, range(60, 63)), *["##s", "##>", "##/"]]
+    backend = Tokenizer(getattr(models, kind)({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    roles = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    (ids,) = tokenization.corpus_encoder(tokenizer)(["a </s> cat <mask>"])
+    assert not {2, 4} & {*ids} and tokenizer.convert_ids_to_tokens([ids[0]]) == ["a"] and names.index("cat") in ids

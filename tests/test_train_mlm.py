@@ -193,7 +193,7 @@ def test_validation_loss_agrees_with_the_definition(preset, tmp_path, tokenizer)
     record = train(preset, "--output_dir", tmp_path / "a")
     (args, training_args), _ = train_mlm.read_arguments(["--config", preset])
     _, reader = pretraining.build_readers(args, training_args, resolve(pretraining.read_corpus(args)), tokenizer)
-    blocks = pretraining.validation_blocks(args, reader)
+    blocks, _ = pretraining.validation_set(args, reader, tokenizer)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "a").eval()
     total = predicted = 0
     for example in masking.fixed_masks(blocks, tokenizer):

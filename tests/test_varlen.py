@@ -10,7 +10,7 @@ import train_mlm
 from roberta_recipe.data import NSP
 from roberta_recipe.data.masking import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import architectures, attention, masked_lm, varlen
+from roberta_recipe.model import architectures, attention, masked_lm
 from roberta_recipe.model.objectives import named
 from roberta_recipe.training.arguments import MlmTrainingArguments
 
@@ -56,7 +56,7 @@ def test_losses_and_gradients_are_those_of_padded_rows(name, objectives, monkeyp
     model, found = masked_lm.masked_lm_class(config, objectives=named(objectives))(config), {}
     batch = padded_batch(objectives)
     assert {objective.column for objective in model.objectives.values()} <= set(batch)
-    for way in ("sdpa", varlen.VARLEN):
+    for way in ("sdpa", attention.VARLEN):
         model.set_attn_implementation(way)
         model.zero_grad()
         output = model(**batch)
@@ -78,10 +78,10 @@ def test_logits_without_labels_are_those_of_padded_rows():
     model = masked_lm.masked_lm_class(config_of("roberta"))(config_of("roberta")).eval()
     given = {name: column for name, column in padded_batch(["mlm"]).items() if name in ("input_ids", "attention_mask")}
     logits = {}
-    for way in ("sdpa", varlen.VARLEN):
+    for way in ("sdpa", attention.VARLEN):
         model.set_attn_implementation(way)
         logits[way] = model(**given).logits[given["attention_mask"].bool()]
-    torch.testing.assert_close(logits[varlen.VARLEN], logits["sdpa"])
+    torch.testing.assert_close(logits[attention.VARLEN], logits["sdpa"])
 
 
 @pytest.mark.parametrize(

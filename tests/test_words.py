@@ -10,10 +10,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roberta_recipe.data import tokenization
+from roberta_recipe.data import documents, tokenization
 from roberta_recipe.data.packing import full_sentences
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import log_probabilities
+from roberta_recipe.tasks import pseudo_likelihood
 from tools import words
 
 TEXTS = [
@@ -54,7 +54,7 @@ def test_log_probabilities_are_those_of_the_whole_model(family):
     inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
         whole = model(**inputs).logits.log_softmax(-1)[positions]
-    found = log_probabilities.at_positions(model, inputs, positions, targets)
+    found = pseudo_likelihood.at_positions(model, inputs, positions, targets)
     torch.testing.assert_close(found, whole.gather(1, targets[:, None])[:, 0])
     with torch.no_grad():  # nothing is left behind in the model
         assert model(**inputs).logits.shape == (4, 12, 90)
@@ -97,7 +97,7 @@ def test_bits_are_those_of_the_definition(config, tokenizer, reading):
 def test_sentences_apart_are_the_block_of_full_sentences(tokenizer, text):
     text = " ".join(text.split())
     ids, offsets = words.sentences_apart(tokenizer, text)
-    document = tokenization.corpus_encoder(tokenizer)(tokenization.split_sentences(text)) if text else []
+    document = tokenization.corpus_encoder(tokenizer)(documents.split_sentences(text)) if text else []
     blocks = full_sentences([document], 4096, **tokenization.boundary_ids(tokenizer))
     assert ids == next(blocks, {"input_ids": ids[:1]})["input_ids"]
     covered = {at for span in offsets for at in range(*span)}  # by two pieces of a character, twice

@@ -27,7 +27,7 @@ from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.hardware import describe_machine
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, logger, set_up_logging
-from roberta_recipe.model import log_probabilities, weights
+from roberta_recipe.model import weights
 from roberta_recipe.publishing import blimp_table, plots
 from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.settings import RecipeParser
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> records.BlimpRecord:
     if args.output_dir.exists():
         durable.make_folder(args.output_dir)  # before the work: raises for a file
     pairs = blimp.read(args.data_dir, args.pairs)
-    model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
+    model, tokenizer = pseudo_likelihood.load_masked_lm(args.model_name_or_path, args.tokenizer_name)
     durable.make_folder(args.output_dir)
     check_output(args.output_dir / records.BLIMP_NAME, len(pairs.good), args.methods, args.random_seeds)
     name = args.model_name_or_path

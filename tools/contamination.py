@@ -11,7 +11,6 @@ word. The corpus is streamed once (with `--held_out` twice), at about 7 MB/s per
 n-grams.
 """
 
-import argparse
 import dataclasses
 import itertools
 import re
@@ -218,7 +217,9 @@ def look_up_corpus(index: Index, corpus: Corpus, max_documents: int | None) -> d
     return counts
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line `argv`; prints the table and returns counts and examples. Raises `InputError`."""
+    set_up_logging()
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--corpus", required=True, help="corpus preset")
     parser.add_argument("--glue_dir", help="folder of GLUE's official TSV files (validation and test sets)")
@@ -237,13 +238,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise InputError(f"leave_out={args.leave_out} needs --held_out")
     if args.leave_out and args.max_documents:
         raise InputError(f"leave_out={args.leave_out} needs the whole corpus: leave --max_documents out")
-    return args
-
-
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command line `argv`; prints the table and returns counts and examples. Raises `InputError`."""
-    set_up_logging()
-    args = parse(argv)
     for name, path in (("leave_out", args.leave_out), ("output", args.output)):
         if path:
             durable.check_output_file(Path(path), name)

@@ -30,7 +30,7 @@ from roberta_recipe.data.tokenizer_training import size_for
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, set_up_logging
-from roberta_recipe.model import architectures, cross_entropy, masked_lm, objectives, weights
+from roberta_recipe.model import architectures, masked_lm, objectives, weights
 from roberta_recipe.settings import did_you_mean, setting
 from roberta_recipe.training import batch, launch_checks, optimizers, pretraining
 from tools.devices import DEVICES, Device
@@ -216,7 +216,7 @@ def memory_per_gpu(
     # the backward pass: the decoder's and the lookup's gradient of the embedding and their sum; with activation
     # checkpointing, also a recomputed layer and the decoder's gradient.
     predicted = math.ceil(tokens * mlm_probability)
-    rows = min(predicted, cross_entropy.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
+    rows = min(predicted, masked_lm.rows_at_once(config.vocab_size)) * (4 if kind == "fp32" else 8)
     # several heads: logits, layers and hidden states of each
     layers = [len(entry.layers(config.hidden_size, width)) for entry in objectives.named(objective).values()]
     heads = sum(map(bool, layers))

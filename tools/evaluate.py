@@ -38,8 +38,8 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
     own = resolve_path(value_of(argv, "model_name_or_path") or "") / PRESET_NAME
     if value_of(argv, "config") or not own.is_file():
         return pretraining.preset_of(argv)
-    names_text = names_in(argv) & (pretraining.TEXT - {"token_cache"})
-    return str(own), {"attn_implementation", "shuffle_window"} | (pretraining.TEXT if names_text else set())
+    names_text = names_in(argv) & (pretraining.TEXT_FLAGS - {"token_cache"})
+    return str(own), {"attn_implementation", "shuffle_window"} | (pretraining.TEXT_FLAGS if names_text else set())
 
 
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
@@ -63,7 +63,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
         raise InputError(f"{why}: name a run's folder, --corpus, or text as both --train_file and --validation_file")
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
-    if args.token_cache and not token_cache.is_begun(args.token_cache):
+    if args.token_cache and not token_cache.is_started(args.token_cache):
         args = dataclasses.replace(args, token_cache=None)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
@@ -76,14 +76,14 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     # a finished model has no heads of other objectives
     model = pretraining.build_model(dataclasses.replace(args, objective=["mlm"]), training_args, tokenizer)
     _, reader = pretraining.build_readers(args, training_args, corpus, tokenizer)
-    validation = pretraining.validation_blocks(args, reader)
+    validation, masked = pretraining.validation_set(args, reader, tokenizer)
     logger.info(f"Preset      {preset[0]}")
     logger.info(f"Text        {counted(len(validation), 'block')} held out of {in_words(corpus)}")
     collator = pretraining.build_collator(args, training_args, tokenizer)
     trainer = MlmTrainer(
         model=model,
         args=training_args,
-        eval_dataset=pretraining.mask_validation(args, validation, tokenizer),
+        eval_dataset=masked,
         data_collator=collator,
         processing_class=tokenizer,
         fingerprint={},

@@ -31,7 +31,7 @@ from roberta_recipe.data import NSP, SOP, order, token_cache, tokenization
 from roberta_recipe.data.corpus import Corpus, hash_files, resolve
 from roberta_recipe.data.masking import IGNORED, MlmCollator
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.stream import Reader, TrainBlocks
+from roberta_recipe.data.stream import TrainBlocks
 from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import logger, set_up_logging
@@ -40,7 +40,7 @@ from roberta_recipe.settings import setting
 from roberta_recipe.training import checkpoint, pretraining
 from roberta_recipe.training.data_loading import count_consumed
 from roberta_recipe.training.mlm_trainer import DIGEST_MODULUS
-from roberta_recipe.training.pretraining import MlmArguments, MlmTrainingArguments
+from roberta_recipe.training.pretraining import MlmArguments
 from tools.compare import read_log
 
 LEGEND = (
@@ -77,7 +77,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     corpus = resolve(corpus, args.token_cache)
     if hashes := args.token_cache or folder:
         corpus = hash_files(corpus, cache_folder=hashes)
-    reader = build_reader(folder, args, training_args, corpus, tokenizer)
+    seed = pretraining.data_seed(training_args)
+    reader = pretraining.text_reader(args, corpus, tokenizer, seed, folder)
+    if args.token_cache:
+        of_text, reader = reader, pretraining.cache_reader(args, corpus, seed)
+        token_cache.create_or_check(args.token_cache, of_text.fingerprint())  # raises for a cache of other settings
     if folder:
         data = pretraining.data_fingerprint(training_args, reader)
         check_settings(folder, known, {**flags.fixed_values(args), **data})
@@ -110,19 +114,6 @@ def read_arguments(argv: list[str]) -> tuple[Path | None, list[Any]]:
         raise InputError(f"step={explain.step} must be from 1 to {most}")
     pretraining.check_data(args)
     return folder, filled
-
-
-def build_reader(
-    folder: Path | None, args: MlmArguments, training_args: MlmTrainingArguments, corpus: Corpus, tokenizer
-) -> Reader:
-    """The run's chunk reader. Raises `InputError` for a token cache of other settings."""
-    seed = pretraining.data_seed(training_args)
-    reader = pretraining.text_reader(args, corpus, tokenizer, seed, folder)
-    if not args.token_cache:
-        return reader
-    cache = pretraining.cache_reader(args, corpus, seed)
-    token_cache.claim(args.token_cache, reader.fingerprint())
-    return cache
 
 
 def check_settings(folder: Path, known: list[dict[str, Any]], now: dict[str, Any]) -> None:

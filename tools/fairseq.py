@@ -38,7 +38,7 @@ from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import explained, read_input_json, read_text
 from roberta_recipe.log import logger, set_up_logging
-from roberta_recipe.model.weights import load, read_config, saved_for
+from roberta_recipe.model.weights import for_saving, load, read_config
 from roberta_recipe.settings import RecipeParser
 
 _BODY = "encoder.sentence_encoder."
@@ -116,10 +116,10 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     stored = content.get("args") or content.get("cfg", {}).get("model", {})  # fairseq's precedence
     settings = vars(stored) if isinstance(stored, argparse.Namespace) else stored
     settings = {name: value for name, value in settings.items() if value is not None}  # None: unset
-    return modern(content["model"]), settings
+    return upgrade_names(content["model"]), settings
 
 
-def modern(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def upgrade_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of any release under the last release's names (its `upgrade_state_dict`)."""
     renamed = {}
     for name, tensor in weights.items():
@@ -374,8 +374,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     if len(tokenizer) != model.config.vocab_size:
         raise InputError(f"the tokenizer has {len(tokenizer):,} entries, the embedding {model.config.vocab_size:,}")
     model.save_pretrained(args.output_dir)
-    with saved_for(tokenizer, model.config):
-        tokenizer.save_pretrained(args.output_dir)
+    for_saving(tokenizer, model.config).save_pretrained(args.output_dir)
     logger.info(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")
 
 

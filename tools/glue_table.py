@@ -8,7 +8,6 @@ section 5.1, which are listed below the table. `<folder>/submission.zip` needs t
 (`finetune_glue.py --do_predict`).
 """
 
-import argparse
 import statistics
 import sys
 import zipfile
@@ -36,18 +35,14 @@ _OF_GRID = ("learning_rate", "global_batch_size", "max_steps", "warmup_steps")
 COLUMNS = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb", "wnli")  # in the order of Table 5
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> dict[str, str]:
+    """Run the command line `argv`; returns the median of each finished task, times 100. Raises `InputError`."""
     parser = RecipeParser((), description=__doc__)
     parser.add_argument("--folder", required=True, help="folder with a folder per task")
     parser.add_argument("--sweep", action="store_true", help="results of --sweep")
     parser.add_argument("--submission", action="store_true", help="zip the predictions of all tasks")
     parser.add_argument("--other_rows", action="store_true", help="accept row counts other than GLUE's")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> dict[str, str]:
-    """Run the command line `argv`; returns the median of each finished task, times 100. Raises `InputError`."""
-    args = parse(argv)
+    args = parser.parse_args(argv)
     below = glue.SWEEP_FOLDER if args.sweep else ""
     summaries = finished_tasks(args.folder, below)
     medians = {name: percent(picked_setting(summary)["median"]) for name, summary in summaries.items()}
@@ -139,7 +134,7 @@ def _fault(task: glue.Task, path: Path, rows: int | None) -> str | None:
         return f"its first line is {header!r}"
     if rows is not None and len(lines) != rows:
         return f"{len(lines)} rows, but the test set has {rows}"
-    allowed = set(glue.submission_labels(task))
+    allowed = set(task.labels)
     for number, line in enumerate(lines):
         index, _, prediction = line.partition("\t")
         if index != str(number):

@@ -8,7 +8,6 @@ wrong in 1.1 and an error in 2.0; null_odds adds the best scores over all thresh
 questions with odds above 1 are unanswered in the other scores.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -22,18 +21,6 @@ from roberta_recipe.log import listed, logger, set_up_logging
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import squad_files
 from roberta_recipe.tasks.squad_scores import NO_ANSWER_ABOVE, score_1, score_2
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = RecipeParser((), description=__doc__)
-    parser.add_argument("--predictions", required=True, help="JSON file of question id to text")
-    parser.add_argument("--validation_file", required=True, help="file with the answers, in SQuAD's JSON format")
-    parser.add_argument("--version_2_with_negative", action="store_true", help="score as SQuAD 2.0")
-    parser.add_argument("--null_odds", help="2.0: JSON file of question id to the odds of no answer")
-    args = parser.parse_args(argv)
-    if args.null_odds and not args.version_2_with_negative:
-        raise InputError(f"null_odds={args.null_odds} needs version 2.0: add --version_2_with_negative")
-    return args
 
 
 def read_odds(path: str, names: list[str]) -> dict[str, float]:
@@ -54,7 +41,14 @@ def read_odds(path: str, names: list[str]) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the command line `argv`; prints and returns the scores, in per cent. Raises `InputError`."""
     set_up_logging()
-    args = parse(argv)
+    parser = RecipeParser((), description=__doc__)
+    parser.add_argument("--predictions", required=True, help="JSON file of question id to text")
+    parser.add_argument("--validation_file", required=True, help="file with the answers, in SQuAD's JSON format")
+    parser.add_argument("--version_2_with_negative", action="store_true", help="score as SQuAD 2.0")
+    parser.add_argument("--null_odds", help="2.0: JSON file of question id to the odds of no answer")
+    args = parser.parse_args(argv)
+    if args.null_odds and not args.version_2_with_negative:
+        raise InputError(f"null_odds={args.null_odds} needs version 2.0: add --version_2_with_negative")
     questions = squad_files.read_file(Path(args.validation_file), args.version_2_with_negative)
     names = [question.id for question in questions]
     texts, missing, others = squad_files.read_answers(Path(args.predictions), names, "prediction", str)

@@ -33,13 +33,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roberta_recipe import durable
 from roberta_recipe.data.corpus import corpus_of_files, read_corpus, resolve
-from roberta_recipe.data.documents import check_sources, documents, text_hash
-from roberta_recipe.data.tokenization import boundary_ids, split_sentences
+from roberta_recipe.data.documents import check_sources, documents, split_sentences, text_hash
+from roberta_recipe.data.tokenization import boundary_ids
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.log import Bar, counted, logger, set_up_logging
-from roberta_recipe.model import log_probabilities, weights
+from roberta_recipe.model import weights
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.standard_error import error_of_ratio, with_error
+from roberta_recipe.tasks import pseudo_likelihood
 from roberta_recipe.training import processes
 
 SHARE = 0.15  # of a window's words
@@ -181,7 +182,7 @@ def losses(
                 positions[row, list(of_row)] = True
             ids = torch.tensor([of_row[position] for of_row in targets for position in sorted(of_row)])
             given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-            log_p = log_probabilities.at_positions(model, given, positions.to(model.device), ids.to(model.device))
+            log_p = pseudo_likelihood.at_positions(model, given, positions.to(model.device), ids.to(model.device))
             for number, of_row in zip(batch, log_p.double().split(list(map(len, targets))), strict=True):
                 found[number] = _loss(windows[number], asked[number], -of_row / math.log(2))
             bar.update(len(batch))
@@ -287,7 +288,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))
-    model, tokenizer = log_probabilities.load_masked_lm(args.model_name_or_path)
+    model, tokenizer = pseudo_likelihood.load_masked_lm(args.model_name_or_path)
     figures = evaluate(model, tokenizer, *read_windows(args))
     word, character = (
         with_error(figures[f"bits_per_{unit}"], figures[f"bits_per_{unit}_error"]) for unit in ("word", "character")

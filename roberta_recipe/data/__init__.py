@@ -1,6 +1,6 @@
 """The data pipeline, from text to batches (paper, sections 3.2, 4.1, 4.2).
 
-corpus (sources and their files) -> documents (rows of a file) -> tokenization (sentences, ids) -> packing (blocks) ->
+corpus (sources and their files) -> documents (rows of a file, sentences) -> tokenization (ids) -> packing (blocks) ->
 chunks or token_cache (blocks from text, or from a cache) -> order, stream (blocks of a run) -> masking (batches).
 """
 

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase
 from roberta_recipe import durable
 from roberta_recipe.data import NSP, SOP, packing, pairs
 from roberta_recipe.data.corpus import Corpus, corpus_fingerprint
-from roberta_recipe.data.documents import Row, file_rows
+from roberta_recipe.data.documents import Row, file_rows, split_sentences
 from roberta_recipe.data.packing import Columns, Document, Packer
 from roberta_recipe.data.phrases import COLUMN, Phrases, encoder_with_marks
-from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, split_sentences, tokenizer_fingerprint
+from roberta_recipe.data.tokenization import boundary_ids, corpus_encoder, tokenizer_fingerprint
 from roberta_recipe.record import INDEX_NAME
 
 CHUNK_BYTES = 8_000_000  # of UTF-8 text; a chunk ends with the document that reaches it

@@ -38,6 +38,7 @@ TRAIN_FILE = "train_file"  # name of the corpus of `--train_file`, and of its so
 _MTIME_RESOLUTION_NS = 2_000_000_000  # of the coarsest file systems: a newer file may change without new timestamps
 # keys of fsspec's `info`, the most reliable first
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime", "LastModified", "Last-Modified")
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-.]|$)")  # first word of a file or folder of a data set
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Files = tuple[str, list[str]]  # format (of `READERS`), sorted paths
@@ -225,6 +226,14 @@ def _local_paths(path: Path) -> list[str]:
         raise InputError(f"{path} has several splits: name one, such as {path / 'train'}, and one as --validation_file")
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), reverse=True)
+    if path.is_dir():  # a data set in the Hub's layout: train-00000.parquet, or train/
+        names = ((one, Path(one).relative_to(path).parts) for one in paths)
+        splits = {match[0]: one for one, parts in names if (match := _SPLIT.match(parts[-1]) or _SPLIT.match(parts[0]))}
+        if "train" in splits and len(splits) > 1:
+            raise InputError(
+                f"{path} has files of several splits ({', '.join(sorted(splits.values()))}): name one, such as "
+                f"{str(path / 'train*')!r}, or all, {str(path / '**')!r}"
+            )
     return list({os.path.realpath(one): one for one in paths}.values())
 
 

@@ -1,12 +1,15 @@
-"""Documents of a corpus (paper, section 3.2): reading with retries, validation split, checks before training."""
+"""Documents of a corpus (paper, section 3.2): reading with retries, validation split, checks, sentence splitting."""
 
 import errno
 import hashlib
 import itertools
 import lzma
+import re
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from sentencex import segment
 
 from roberta_recipe.data.corpus import Corpus, Source, check_unchanged
 from roberta_recipe.data.file_formats import READERS, BadRow, Text, open_file
@@ -18,6 +21,8 @@ RETRY_DELAYS_S = (1, 2, 4, 8, 16)
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # of network file systems
 _CHECKED_DOCUMENTS = 100  # of each file, before training
 _HUGE = 20_000_000  # characters; no book is that long
+_LINE_WINDOW = 20_000  # characters
+_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 _BLANK_LINES = "Only blank lines separate documents in .txt; for one per line, run: sed G lines.txt > docs.txt"
 
 
@@ -165,3 +170,36 @@ def check_sources(corpus: Corpus) -> None:
         raise InputError(message)
     if without:
         logger.warning(message)
+
+
+def split_sentences(text: str, language: str = "en") -> list[str]:
+    """The non-empty sentences of a document; a line break always ends a sentence (wikimedia/sentencex)."""
+    sentences = (sentence.strip() for line in text.splitlines() for sentence in _split_line(line, language))
+    return [sentence for sentence in sentences if sentence]
+
+
+def _split_line(line: str, language: str) -> Iterator[str]:
+    """Split a line with sentencex, window by window: its time grows with the square of the length."""
+    start, end = 0, _LINE_WINDOW
+    while end < len(line):
+        *whole, rest = _segment(line[start:end], language)
+        if not whole:  # a sentence longer than the window, and far longer than a block, is split here
+            whole, rest = [rest], ""
+        yield from whole
+        start = end - len(rest)
+        end = start + _LINE_WINDOW
+    yield from _segment(line[start:], language)
+
+
+def _segment(text: str, language: str) -> list[str]:
+    """Workaround for sentencex 1.0.32, which panics on multi-byte white space between a letter and a full stop: it is
+    replaced by a blank; sentences are cut from the original text. If sentencex still panics, there is one sentence."""
+    try:
+        lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
+    except BaseException as error:  # a panic is not an Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return [text]
+    if sum(lengths) != len(text):
+        return [text]
+    return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]

@@ -15,10 +15,16 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from roberta_recipe.data import IGNORED, MaskingUnit, phrases
-from roberta_recipe.data.mask_units import Words, choose_phrases, choose_spans, choose_words, words_of_blocks
+from roberta_recipe.data.mask_units import (
+    Words,
+    choose_phrases,
+    choose_spans,
+    choose_words,
+    word_starts,
+    words_of_blocks,
+)
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
-from roberta_recipe.data.word_starts import word_starts
 
 EVAL_SEED, EVAL_PROBABILITY = 0, 0.15  # of validation masks, the same in every run
 DOCUMENT = "document"  # column of a validation example: index of its first document, for standard errors
@@ -144,11 +150,6 @@ def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **setti
         source, file, _ = place_of(block.id)
         example[DOCUMENT] = documents.setdefault((source, file, block.document), len(documents))
     return examples
-
-
-def predicts(examples: list[dict[str, Any]]) -> bool:
-    """Whether any position of masked examples is predicted."""
-    return any((example["labels"] != IGNORED).any() for example in examples)
 
 
 def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> float:

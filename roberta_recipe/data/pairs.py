@@ -59,7 +59,7 @@ def _pairs(
                 length = int(draws.integers(2, room + 1))
                 text = text[: max(1, int(np.searchsorted(np.cumsum([*map(len, text)]), length, side="right")))]
                 length = max(length, sum(map(len, text)))
-            if len(text) == 1 or (donors and not donors.has_other_than(number)):
+            if len(text) == 1 or (donors and donors.numbers == [number]):
                 _consume(rest, text)
                 ids = [bos_id, *(token for sentence in text for token in sentence), eos_id]
                 yield PackedSequence(ids, number, len(ids))
@@ -98,22 +98,19 @@ class _Donors:
 
     def __init__(self, documents: list[Document]):
         self._documents = {number: sentences for number, sentences in enumerate(documents) if sentences}
-        self._numbers = [*self._documents]
+        self.numbers = [*self._documents]
         self._sizes = {number: np.array([*map(len, sentences)]) for number, sentences in self._documents.items()}
         # tokens from each sentence to the end of its document
         self._rest = {number: sizes[::-1].cumsum()[::-1] for number, sizes in self._sizes.items()}
 
-    def has_other_than(self, number: int) -> bool:
-        return self._numbers != [number]
-
     def draw(self, number: int, room: int, most: int | None, draws: np.random.Generator) -> Document:
         """B from a document other than `number`: at most `most` sentences, beginning with a random one that fits. With
         `most=None`, preferably with at least `room` tokens left, so that B's length does not give the label away."""
-        others = [n for n in self._numbers if n != number] if len(self._numbers) < _TRIES else self._numbers
+        others = [n for n in self.numbers if n != number] if len(self.numbers) < _TRIES else self.numbers
         for wanted in [room] * _TRIES * (most is None) + [0] * _TRIES:
             donor = others[int(draws.integers(len(others)))]
             begins = np.flatnonzero((self._rest[donor] >= wanted) & (self._sizes[donor] <= room))
             if donor != number and len(begins):
                 return _fitting(self._documents[donor], room, most, int(begins[draws.integers(len(begins))]))
-        other = next(n for n in self._numbers if n != number)
+        other = next(n for n in self.numbers if n != number)
         return _fitting(self._documents[other], room, most)

@@ -130,17 +130,17 @@ def shards_of(corpus: Corpus, versions: int) -> list[list[File]]:
     return shards
 
 
-def is_begun(folder: str | Path) -> bool:
+def is_started(folder: str | Path) -> bool:
     """Whether a build of the cache has begun, from text that was checked."""
     return Path(folder, FINGERPRINT).exists()
 
 
-def claim(folder: str | Path, fingerprint: dict[str, Any]) -> str:
+def create_or_check(folder: str | Path, fingerprint: dict[str, Any]) -> str:
     """Create a cache in `folder`, or check that the existing one has this fingerprint; returns the hash that its shards
     carry. Raises `InputError` for another fingerprint."""
     folder, wanted = Path(folder), {**_FORMAT, **fingerprint}
     durable.make_folder(folder, "token_cache")
-    if not is_begun(folder):
+    if not is_started(folder):
         durable.write_sealed(folder / FINGERPRINT, wanted)
     before = _read_fingerprint(folder)
     if changed := durable.differences(before, wanted):
@@ -156,7 +156,7 @@ def _read_fingerprint(folder: Path) -> dict[str, Any]:
 def build(folder: str | Path, reader: TextReader, *, num_proc: int, machine: int = 0, machines: int = 1) -> bool:
     """Pack the share of one machine or rank (every `machines`-th file, from `machine` on), except for shards that are
     intact by JSON file and size; returns whether the cache is complete."""
-    folder, made_from = Path(folder), claim(folder, reader.fingerprint())
+    folder, made_from = Path(folder), create_or_check(folder, reader.fingerprint())
     read = functools.partial(_read_metadata, folder, reader.corpus, made_from)
     shards = shards_of(reader.corpus, reader.versions)
     if to_pack := [files for files in shards[machine::machines] if not all(map(read, files))]:

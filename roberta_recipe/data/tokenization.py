@@ -1,20 +1,17 @@
-"""Tokenizer loading, tokenization of training text, sentence splitting (paper, section 4.4; Radford et al. 2019).
+"""Tokenizer loading, tokenization of training text (paper, section 4.4; Radford et al. 2019).
 
 Ids as in RoBERTa's own vocabulary: `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, then bytes and merges, `<mask>` last.
 """
 
 import copy
-import itertools
 import json
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from sentencex import segment
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
@@ -25,9 +22,7 @@ from roberta_recipe.log import logger
 LEADING_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 MASK_TOKEN = AddedToken("<mask>", lstrip=True, special=True)  # lstrip: it takes the space before it
 _NO_TEXT = "\U0010ffff"  # a noncharacter of Unicode
-LOSE_WINDOWS = ("0.23.1", "0.23.2")  # releases of `tokenizers` that lose windows of long texts
-_LINE_WINDOW = 20_000  # characters
-_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
+_PROBE = "The QUICK brown foxes can't jump: naïve Straße, 2024, 東京!"
 
 
 def build_tokenizer(vocab: dict[str, int] | str, merges: list[tuple[str, str]] | str) -> RobertaTokenizer:
@@ -62,6 +57,10 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
     with explained(f"no tokenizer at tokenizer_name={name}", fix):
         if not (folder / "tokenizer_config.json").exists() and all(path.exists() for path in bare):
             tokenizer = build_tokenizer(*map(str, bare))
+            if "Ġ" not in tokenizer.get_vocab():
+                raise InputError(
+                    "vocab.json is not of a byte-level BPE; add its tokenizer.json and tokenizer_config.json"
+                )
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path), trust_remote_code=False)
     # for a folder with a config alone, transformers 5 returns an empty tokenizer
@@ -69,16 +68,48 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")
     if missing := [token for token in needed if _special(tokenizer, token) is None]:
         raise InputError(f"the tokenizer {name} has no {', '.join(missing)}, and needs {', '.join(needed)}")
-    if needed == MLM_TOKENS and not _template_ids(tokenizer):
-        logger.warning(
-            f"Template    {name} does not add two special tokens around a text, as training does: `pipeline` will pass "
-            "text without them, unless the tokenizer gets such a post-processor"
-        )
+    if needed == MLM_TOKENS:
+        _prepare_for_mlm(tokenizer, name)
+    _warn_if_rebuilt(tokenizer, folder / "tokenizer.json", name)
     # positions count from the left, and heads read the first token; init_kwargs are saved
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     if tokenizer.init_kwargs.get("local_files_only"):  # set by HF_HUB_OFFLINE, which may differ between restarts
         tokenizer.init_kwargs["local_files_only"] = False
     return tokenizer
+
+
+def _prepare_for_mlm(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer without a template that of training, `<s> A </s>`, so that `pipeline` and fine-tuning of the
+    saved checkpoint have it. Raises `InputError` if the padding token has another role."""
+    ids = boundary_ids(tokenizer)
+    if tokenizer.pad_token_id in (*ids.values(), tokenizer.mask_token_id):
+        raise InputError(
+            f"the tokenizer {name} pads with {tokenizer.pad_token!r}, which training also uses in blocks, so positions "
+            "would skip it: give it a pad_token of its own (add_special_tokens)"
+        )
+    if _template_ids(tokenizer):
+        return
+    bos, eos = tokenizer.convert_ids_to_tokens([*ids.values()])
+    special = [(bos, ids["bos_id"]), (eos, ids["eos_id"])]
+    template = TemplateProcessing(
+        single=[bos, "$A", eos], pair=[bos, "$A", eos, eos, "$B", eos], special_tokens=special
+    )
+    tokenizer.backend_tokenizer.post_processor = template
+    logger.info(f"Template    {name} adds no special tokens to a text; here it adds {bos} and {eos}, as in training")
+
+
+def _warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase, path: Path, name: str) -> None:
+    """Warn if the class in tokenizer_config.json, which takes only parts of tokenizer.json, splits text in another way
+    than the file itself (a normalizer or pre-tokenizer of its own is lost)."""
+    if path.is_file():
+        backends = (Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer)
+        ids, used = (backend.encode(_PROBE, add_special_tokens=False).ids for backend in backends)
+        if ids != used:
+            logger.warning(
+                f"Tokenizer   {name}: {type(tokenizer).__name__} of transformers splits text in another way than its "
+                'tokenizer.json; if that is right, set "tokenizer_class": "PreTrainedTokenizerFast" in '
+                "tokenizer_config.json"
+            )
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
@@ -134,12 +165,13 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """A copy of the tokenizer's backend for training text: `</s>` or `<mask>` in a text is plain text, not the special
     token as in `tokenizer(...)`. Other added tokens stay one token each."""
     state = _text_state(tokenizer)
-    if state["model"]["type"] == "Unigram":  # its pieces match in text, also those of special tokens
+    if state["model"]["type"] != "BPE":  # pieces match in text, also those of special tokens
         roles = {getattr(tokenizer, role) for role in _ROLES} - {tokenizer.unk_token}
-        pieces = {piece for piece, _ in state["model"]["vocab"]} & roles
-        vocab = [[piece + _NO_TEXT * (piece in pieces), score] for piece, score in state["model"]["vocab"]]
-        state["model"]["vocab"] = vocab
-        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in pieces]
+        kind = type(vocab := state["model"]["vocab"])  # a list of [piece, score] in Unigram
+        items = vocab.items() if kind is dict else vocab
+        state["model"]["vocab"] = kind([piece + _NO_TEXT * (piece in roles), value] for piece, value in items)
+        pieces = {piece for piece, _ in items}
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in roles & pieces]
     backend = Tokenizer.from_str(json.dumps(state))
     backend.encode_special_tokens = True
     backend.no_truncation()
@@ -149,12 +181,7 @@ def corpus_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of a fast tokenizer with `corpus_backend`, for fine-tuning features. Read attributes such as
-    `mask_token_id` from the original. Raises `InputError` for `LOSE_WINDOWS`."""
-    if tokenizers.__version__ in LOSE_WINDOWS:
-        raise InputError(
-            f"tokenizers {tokenizers.__version__} drops most windows of texts longer than max_seq_length "
-            "(huggingface/tokenizers#2091): pip install tokenizers==0.23.3"
-        )
+    `mask_token_id` from the original."""
     copied = copy.copy(tokenizer)
     copied._tokenizer, copied.split_special_tokens = corpus_backend(tokenizer), True
     return copied
@@ -164,36 +191,3 @@ def corpus_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], 
     """A function from texts to ids without special tokens, on all cores."""
     backend = corpus_backend(tokenizer)
     return lambda texts: [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def split_sentences(text: str, language: str = "en") -> list[str]:
-    """The non-empty sentences of a document; a line break always ends a sentence (wikimedia/sentencex)."""
-    sentences = (sentence.strip() for line in text.splitlines() for sentence in _split_line(line, language))
-    return [sentence for sentence in sentences if sentence]
-
-
-def _split_line(line: str, language: str) -> Iterator[str]:
-    """Split a line with sentencex, window by window: its time grows with the square of the length."""
-    start, end = 0, _LINE_WINDOW
-    while end < len(line):
-        *whole, rest = _segment(line[start:end], language)
-        if not whole:  # a sentence longer than the window, and far longer than a block, is split here
-            whole, rest = [rest], ""
-        yield from whole
-        start = end - len(rest)
-        end = start + _LINE_WINDOW
-    yield from _segment(line[start:], language)
-
-
-def _segment(text: str, language: str) -> list[str]:
-    """Workaround for sentencex 1.0.32, which panics on multi-byte white space between a letter and a full stop: it is
-    replaced by a blank; sentences are cut from the original text. If sentencex still panics, there is one sentence."""
-    try:
-        lengths = [len(sentence) for sentence in segment(language, _WIDE_SPACE.sub(" ", text))]
-    except BaseException as error:  # a panic is not an Exception
-        if type(error).__name__ != "PanicException":
-            raise
-        return [text]
-    if sum(lengths) != len(text):
-        return [text]
-    return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]

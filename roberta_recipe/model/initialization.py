@@ -58,7 +58,9 @@ def initialize(model: PreTrainedModel, text: str | None) -> None:
     size, heads = config.hidden_size, config.num_attention_heads
     first = architectures.TABLE[family].first_position(config)
     table = model.base_model.embeddings.position_embeddings.weight  # (rows, size); those before `first` are unused
-    table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids(len(table) - first, size)
+    angles = torch.arange(len(table) - first)[:, None] * 10000 ** (-torch.arange(0, size, 2) / size)
+    sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)[:, :size]  # Vaswani et al. 2017, section 3.5
+    table[first:] += factor["positions"] * _STD * math.sqrt(2) * sinusoids
     for layer in model.base_model.encoder.layer:
         attention, output = layer.attention.self, layer.attention.output.dense
         # orthonormal rows, by QR decomposition of a normal matrix
@@ -80,10 +82,3 @@ def set_output_bias(model: PreTrainedModel, text: str | None, counts: np.ndarray
         raise InputError(f"initialization={text}: a {model.config.model_type!r} model has no output bias")
     log_counts = torch.from_numpy(np.log(counts + 0.5))
     bias[: len(counts)] = (factors(text)["unigram_bias"] * (log_counts - log_counts.mean())).to(bias.dtype)
-
-
-def sinusoids(positions: int, size: int) -> torch.Tensor:
-    """(positions, size): sines of position x 10000^(-2i/size) in the first half of the columns, cosines in the second
-    (Vaswani et al. 2017, section 3.5)."""
-    angles = torch.arange(positions)[:, None] * 10000 ** (-torch.arange(0, size, 2) / size)
-    return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :size]

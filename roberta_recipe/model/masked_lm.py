@@ -12,12 +12,11 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.data import IGNORED
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import albert, architectures, weights
-from roberta_recipe.model.attention import TAKES_4D_MASK
-from roberta_recipe.model.cross_entropy import cross_entropy
-from roberta_recipe.model.varlen import VARLEN, positions_within, unpad
+from roberta_recipe.model import architectures, weights
+from roberta_recipe.model.attention import TAKES_4D_MASK, VARLEN, positions_within, unpad
 
-HIDDEN_LOGIT = -1e4  # zero after a softmax, and within fp16's range
+LOGITS_AT_ONCE = 1 << 22  # of the loss: fp32 copy and softmax take 34 MB, within an H100's L2 cache
+EXCLUDED_LOGIT = -1e4  # zero after a softmax, and within fp16's range
 _GATED = ("modernbert", "nomic_bert", "gte", "eurobert")  # feed-forward networks of three matrices
 
 
@@ -140,9 +139,9 @@ def masked_lm_class(
     config: PreTrainedConfig, source: str = "config", objectives: dict[str, Objective] | None = None
 ) -> type[MaskedLmMixin]:
     """The stock class of a config plus mixins: `MaskedLmMixin` with `objectives` (None: the masked LM) and, if needed,
-    `albert.SharedParts`. `source`: name of the config in error messages."""
+    `architectures.SharedParts`. `source`: name of the config in error messages."""
     stock = architectures.stock_class(config, source)
-    shared = (albert.SharedParts,) if albert.shares_parts(config) else ()
+    shared = (architectures.SharedParts,) if architectures.shares_parts(config) else ()
     attributes = {"objectives": objectives or MaskedLmMixin.objectives}
     return type(stock.__name__, (MaskedLmMixin, *shared, stock), attributes)
 
@@ -175,9 +174,9 @@ def build_model(
     """
     source = model_name_or_path or config_name
     config = weights.config_of(config_name, config_overrides, model_name_or_path)
-    if model_name_or_path and albert.shares_parts(config):
+    if model_name_or_path and architectures.shares_parts(config):
         stock = architectures.stock_class(config, source)
-        albert.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
+        architectures.check_copies(weights.load(stock, source, config=config)[0], f"model_name_or_path={source!r}")
     cls = masked_lm_class(config, source, objectives)
     entries, multiple = len(tokenizer), pad_vocab_to_multiple_of or 1
     padded = math.ceil(entries / multiple) * multiple
@@ -200,7 +199,7 @@ def build_model(
             raise InputError(f"model_name_or_path={model_name_or_path!r} has no weights for a masked-LM head")
         if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
             used = bias.data[:entries]
-            used[used <= HIDDEN_LOGIT / 2] = 0.0  # padding rows that tokens have been added to since
+            used[used <= EXCLUDED_LOGIT / 2] = 0.0  # padding rows that tokens have been added to since
     else:
         config.vocab_size = padded
         model = weights.fresh(cls, config)
@@ -212,7 +211,7 @@ def build_model(
                 f"of the embedding; leave it out, with vocab_size={entries}"
             )
         model.resize_token_embeddings(padded, mean_resizing=False)
-        model.get_output_embeddings().bias.data[entries:] = HIDDEN_LOGIT
+        model.get_output_embeddings().bias.data[entries:] = EXCLUDED_LOGIT
     return model
 
 
@@ -250,3 +249,38 @@ def flops_per_token(
         if head_layers := objective.layers(hidden, width):
             head += 6 * (sum(map(math.prod, head_layers)) + width * config.vocab_size) * mlm_probability
     return body + embedding + attention + head
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        index, rows = targets.clamp(min=0)[:, None], rows_at_once(logits.shape[1])  # any entry for `IGNORED`
+        parts = zip(logits.split(rows), index.split(rows), strict=True)
+        losses = [-torch.log_softmax(part, dim=-1, dtype=torch.float32).gather(1, at) for part, at in parts]
+        ctx.save_for_backward(logits, index, targets != IGNORED)
+        return torch.where(targets != IGNORED, torch.cat(losses)[:, 0], 0.0)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        logits, index, counts = ctx.saved_tensors
+        out, grad = torch.empty_like(logits), torch.where(counts, grad, 0.0)[:, None]
+        rows = rows_at_once(logits.shape[1])
+        parts = (tensor.split(rows) for tensor in (logits, out, index, grad, torch.full_like(grad, -1.0)))
+        for part, out_part, at, upstream, minus_one in zip(*parts, strict=True):
+            # softmax - one-hot, in fp32, cast after the product with the upstream gradient (and its loss scale)
+            probs = torch.softmax(part, dim=-1, dtype=torch.float32).scatter_add_(1, at, minus_one)
+            out_part.copy_(probs.mul_(upstream))
+        return out, None
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Positions per chunk."""
+    return max(1, LOGITS_AT_ONCE // vocab_size)
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(positions,) fp32: cross-entropies in nats of `logits` (positions, vocab_size) in any precision; 0, without a
+    gradient, where the target is -100. Chunked, with recomputation in the backward pass: `functional.cross_entropy`
+    keeps logits, log-probabilities and both gradients in fp32, 6 GB for 9,800 positions of 50,304; this keeps the
+    logits and their gradient, in their own precision."""
+    return _CrossEntropy.apply(logits, targets)

@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from roberta_recipe.data import IGNORED, NSP, SOP
 from roberta_recipe.errors import InputError
-from roberta_recipe.model.cross_entropy import cross_entropy
-from roberta_recipe.model.masked_lm import MLM, Objective
+from roberta_recipe.model.masked_lm import MLM, Objective, cross_entropy
 
 _MAX_SPAN = 64  # position embeddings in a span; later positions share the last one
 _POSITION_SIZE = 200  # of a position embedding in a span (SpanBERT, section 4.2)

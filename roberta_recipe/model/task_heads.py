@@ -68,7 +68,7 @@ def _refresh_head(model: torch.nn.Module, info: dict[str, Any], labels: dict[int
     return f"fresh ({', '.join(sorted(fresh))})" if fresh else "kept"
 
 
-def layer_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
+def layer_learning_rates(model: torch.nn.Module, learning_rate: float, layer_decay: float) -> dict[str, float]:
     """Layer-wise learning rates by parameter name: `learning_rate` for the head, times `layer_decay` per layer from the
     top down to the embeddings (ULMFiT, arXiv 1801.06146, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises
     `InputError` for a model without a single stack of layers (ALBERT)."""

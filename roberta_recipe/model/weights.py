@@ -1,8 +1,7 @@
 """Config and weight loading; missing weights, which `from_pretrained` draws at random with a warning, are errors."""
 
-import contextlib
+import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from roberta_recipe.data.tokenization import FILES
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import explained, path_or_hub_id, resolve_path
 from roberta_recipe.log import listed
-from roberta_recipe.model import albert
+from roberta_recipe.model import architectures
 
 MODEL_ARGUMENT = "model_name_or_path"
 # further model types with positions from the padding id + 1 on
@@ -50,7 +49,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
     """The config for fresh weights, with `overrides` (key=value,key=value). Raises `InputError`."""
     config = read_config(name, "config_name")
     if overrides:
-        derived = {"model_type", "num_hidden_groups"} if hasattr(config, albert.SHARED) else {"model_type"}
+        derived = {"model_type", "num_hidden_groups"} if hasattr(config, architectures.SHARED) else {"model_type"}
         for key in derived & overridden(overrides):
             raise InputError(f"config_overrides={overrides!r}: {key} follows from config_name={name!r}")
         fix = "; write key=value,key=value, with keys of the config"
@@ -59,7 +58,7 @@ def fresh_config(name: str, overrides: str | None = None) -> PreTrainedConfig:
             layer_types = getattr(config, "layer_types", None)  # ModernBERT's, one per layer
             if layer_types and len(layer_types) != config.num_hidden_layers:
                 config = config.from_dict({**config.to_dict(), "layer_types": None})
-    albert.set_groups(config, f"config_name={name!r}")
+    architectures.set_groups(config, f"config_name={name!r}")
     return config
 
 
@@ -68,7 +67,7 @@ def config_of(config_name: str | None, overrides: str | None, model_name_or_path
     if not model_name_or_path:
         return fresh_config(config_name, overrides)
     config = read_config(model_name_or_path)
-    albert.set_groups(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
+    architectures.set_groups(config, f"{MODEL_ARGUMENT}={model_name_or_path!r}")
     return config
 
 
@@ -91,6 +90,12 @@ def check_length(name: str, max_seq_length: int, config: PreTrainedConfig | None
     """Raise `InputError` if the model `name` (with `config`, if given) has fewer than `max_seq_length` positions."""
     config = config or read_config(name)
     longest = max_positions(config)
+    if longest is not None and longest < 1:
+        raise InputError(
+            f"{name!r} has max_position_embeddings={config.max_position_embeddings}, and positions begin after the "
+            f"tokenizer's pad_token_id={config.pad_token_id}: use a tokenizer whose padding token is among the first, "
+            "or a model with positions from 0 (--config_name presets/model/bert_base.json)"
+        )
     if longest and max_seq_length > longest:
         raise InputError(
             f"max_seq_length={max_seq_length} is more than the {longest} positions of {name!r}: use "
@@ -111,20 +116,15 @@ def set_input_names(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
         tokenizer.init_kwargs = {**tokenizer.init_kwargs, "model_input_names": names}  # this is saved
 
 
-@contextlib.contextmanager
-def saved_for(
+def for_saving(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, max_length: int | None = None
-) -> Iterator[None]:
-    """Context in which a tokenizer is saved with a model: with the model's input names, and a `model_max_length` of
-    `max_length` (default: the model's maximum), so that `pipeline` truncates. Restored afterwards, as fingerprints
-    include the loaded values."""
-    before = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "init_kwargs")}
+) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer, to be saved with a model: with the model's input names, and a `model_max_length` of
+    `max_length` (default: the model's maximum), so that `pipeline` truncates."""
+    tokenizer = copy.copy(tokenizer)
     tokenizer.model_max_length = max_length or max_positions(config) or tokenizer.model_max_length
     set_input_names(tokenizer, config)
-    try:
-        yield
-    finally:
-        vars(tokenizer).update(before)
+    return tokenizer
 
 
 def load(

@@ -94,12 +94,6 @@ def fine_tuned(
     )  # fmt: skip
 
 
-def announced(repo: str, **metadata: Any) -> ModelCard:
-    """The placeholder card of a run in training."""
-    data = ModelCardData(library_name="transformers", **metadata)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {repo.split('/')[-1]}\n\n**In training.**\n")
-
-
 def scored_on(summary: records.Summary, metric: str = "") -> str:
     """The split and number of examples behind a summary's scores, or behind a single metric."""
     counts = summary["scored_examples"]
@@ -267,7 +261,7 @@ def _task_results(summary: records.Summary) -> list[EvalResult]:
 def _summary_of_one(record: records.FinetuneRecord) -> records.Summary:
     """The summary of a single run."""
     args, value = record["resolved_args"], record["metrics"][record["metric"]]
-    scores: records.SettingScores = {
+    scores: records.Scores = {
         "learning_rate": args["learning_rate"],
         "global_batch_size": args["global_batch_size"],
         **dict.fromkeys(("median", "mean", "lowest", "highest"), value),

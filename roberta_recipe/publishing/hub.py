@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub import errors as hub_errors
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -59,7 +59,8 @@ class Publisher:
 
     def announce(self) -> None:
         """Upload an "in training" card with the run's id. Raises `InputError` and `RunError`."""
-        text = str(card.announced(self.repo, **{_RUN_ID: self.run_id})).encode()
+        data = ModelCardData(library_name="transformers", **{_RUN_ID: self.run_id})
+        text = f"---\n{data.to_yaml()}\n---\n\n# {self.repo.split('/')[-1]}\n\n**In training.**\n".encode()
         where = {"repo_id": self.repo, "revision": self.revision, "path_in_repo": "README.md"}
         upload = functools.partial(self.api.upload_file, path_or_fileobj=text, commit_message="In training", **where)
         _with_retries(upload, self.repo)

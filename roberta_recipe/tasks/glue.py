@@ -44,7 +44,6 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)  # of glue_scores.py; the first selects the best epoch
     headers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # column names of splits without a header line
     submission: dict[str, str] = field(default_factory=dict)  # test split -> file of the submission
-    words: bool = False  # the submission has label names, not class numbers
     skip_broken: bool = False  # drop rows with a wrong number of columns, as in the official file
     note: str = ""  # of the model card, on the data
     examples: dict[str, "Examples"] = field(default_factory=dict)  # by split, of a task on the user's tables
@@ -94,15 +93,15 @@ TASKS = {
             "test_matched": ("test_matched.tsv", 9796),
             "test_mismatched": ("test_mismatched.tsv", 9847),
         },
-        "gold_label", _MNLI_LABELS, words=True,
+        "gold_label", _MNLI_LABELS,
         submission={"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"},
     ),
     "qnli": Task(
         "QNLI", ("question", "sentence"), ("question", "sentence"), tsv_splits(104743, 5463, 5463),
-        labels=_RTE_LABELS, words=True, submission={"test": "QNLI.tsv"},
+        labels=_RTE_LABELS, submission={"test": "QNLI.tsv"},
     ),
     "rte": Task(
-        "RTE", _PAIR, _PAIR, tsv_splits(2490, 277, 3000), labels=_RTE_LABELS, words=True,
+        "RTE", _PAIR, _PAIR, tsv_splits(2490, 277, 3000), labels=_RTE_LABELS,
         submission={"test": "RTE.tsv"},
     ),
     "wnli": Task(
@@ -113,7 +112,7 @@ TASKS = {
 # The diagnostic set: no training data, predicted by the MNLI model.
 AX = Task(
     "diagnostic", _PAIR, ("premise", "hypothesis"), {"test": ("diagnostic.tsv", 1104)}, labels=_MNLI_LABELS,
-    words=True, submission={"test": "AX.tsv"},
+    submission={"test": "AX.tsv"},
 )  # fmt: skip
 
 # Validation scores, one model for each task, times 100: large in the paper's Table 5 (medians of five runs), base in
@@ -229,11 +228,6 @@ def _normalised(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(" ".join(text.casefold().split()) for text in texts)
 
 
-def submission_labels(task: Task) -> tuple[str, ...]:
-    """Labels by class number in the submission format; empty for regression."""
-    return task.labels if task.words else tuple(str(number) for number in range(len(task.labels)))
-
-
 def is_score(text: str) -> bool:
     """Whether a text is a score from 0 to 5."""
     try:
@@ -246,7 +240,6 @@ def answers(task: Task, predictions: np.ndarray) -> list[str]:
     """Predictions in the submission format: labels, JSON lists of labels, or scores clipped to the task's scale."""
     if not task.labels:
         return [f"{score:.12g}" if task.examples else f"{score:.4f}" for score in np.clip(predictions, *task.scale)]
-    words = submission_labels(task)
     if task.multi_label:
-        return [json.dumps([*compress(words, row)]) for row in predictions]
-    return [words[number] for number in predictions]
+        return [json.dumps([*compress(task.labels, row)]) for row in predictions]
+    return [task.labels[number] for number in predictions]

@@ -26,8 +26,12 @@ _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labe
 _SPLIT_SEED = 0
 
 # flag -> flags of which it requires one
-GOES_WITH = {"validation_file": ("train_file",), "test_file": ("train_file",), "dataset_config_name": ("dataset_name",)}
-GOES_WITH |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
+REQUIRES_ONE_OF = {
+    "validation_file": ("train_file",),
+    "test_file": ("train_file",),
+    "dataset_config_name": ("dataset_name",),
+}
+REQUIRES_ONE_OF |= dict.fromkeys(("text_column", "text_pair_column", "label_column"), ("train_file", "dataset_name"))
 
 Rows = list[dict[str, Any]]
 
@@ -93,7 +97,6 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
         scale=scale,
         multi_label=multi_label,
         metrics=("micro_f1", "macro_f1") if multi_label else metrics,
-        words=True,
         note="a tenth of its rows held out for validation" if held_out else "",
         examples=examples,
     )
@@ -101,8 +104,8 @@ def read_task(args: OwnTaskArguments, do_predict: bool) -> Task:
 
 def check_sources(args: OwnFileArguments, do_predict: bool) -> None:
     """Raise `InputError` for a flag without effect: the flag of its source, or `do_predict`, is missing."""
-    for name in [name for name in GOES_WITH if hasattr(args, name)]:
-        value, sources = getattr(args, name), GOES_WITH[name]
+    for name in [name for name in REQUIRES_ONE_OF if hasattr(args, name)]:
+        value, sources = getattr(args, name), REQUIRES_ONE_OF[name]
         if value not in (None, getattr(type(args), name)) and not any(getattr(args, source) for source in sources):
             raise InputError(f"{name}={value} has no effect without {' or '.join(sources)}")
     if args.test_file and not do_predict:

@@ -235,6 +235,7 @@ def finetune(
     model = job.build_model()
     if weights.content_hash(start := args.model_name_or_path) != job.inputs["weights"]:
         raise InputError(f"model_name_or_path={start} has changed since this command began: name another output_dir")
+    model.config.pad_token_id = job.tokenizer.pad_token_id  # `train` sets it; a decoder's head needs it in `score` too
     attention.set_up(model, training_args)
     trainer = FinetuneTrainer(
         model=model,

@@ -43,14 +43,14 @@ def runs_of(rates: list[float], batches: list[int], seeds: list[int], output_dir
     ]
 
 
-def of_setting(runs: list[Run], row: records.SettingScores) -> list[Run]:
+def of_setting(runs: list[Run], row: records.Scores) -> list[Run]:
     """The runs with the learning rate and batch size of `row`."""
     return [run for run in runs if run.setting == (row["learning_rate"], row["global_batch_size"])]
 
 
 def summarise(runs: list[Run], results: list[records.FinetuneRecord], metric: str) -> dict[str, Any]:
     """Scores of a `Summary`: median and spread of `metric` over seeds by setting; the setting of the best median."""
-    rows: list[records.SettingScores] = []
+    rows: list[records.Scores] = []
     pairs = zip(runs, results, strict=True)  # the seeds of a setting are neighbours
     for (rate, size), group in itertools.groupby(pairs, lambda pair: pair[0].setting):
         scored = dict(group)
@@ -168,7 +168,7 @@ def all_test_scores(runs: list[Run], test_hash: str) -> list[dict[str, np.ndarra
 
 def summarise_tests(
     runs: list[Run], test_hash: str, splits: dict[str, int], measure: Callable[..., dict[str, float]], metric: str
-) -> dict[str, records.TestScores]:
+) -> dict[str, records.Scores]:
     """Median and spread on labelled test splits, over the runs with stored scores; `splits`: numbers of examples;
     `measure`: `Job.measure`. Raises `InputError` if no run has scores."""
     scored = [run for run in runs if read_test_scores(run, test_hash)] or runs

@@ -22,7 +22,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import explained, parse_json, read_text, resolve_path
 from roberta_recipe.log import logger
 from roberta_recipe.model import weights
-from roberta_recipe.model.masked_lm import HIDDEN_LOGIT, masked_lm_class
+from roberta_recipe.model.masked_lm import EXCLUDED_LOGIT, masked_lm_class
 
 # No space before these words, and none after these brackets.
 _JOINS_LEFT = re.compile(r"""[.,;:!?)\]%]+["'”’]*$|['’](?:s|m|d|re|ve|ll)(?!\w)|n['’]t(?!\w)""", re.IGNORECASE)
@@ -240,4 +240,4 @@ def run_batch(
         if label == 1:
             total = total + wsc_loss(group[0], group[1:], form)
     margins = torch.stack([margin(group[0], group[1:]) for group in groups])
-    return total, margins.clamp(max=-HIDDEN_LOGIT)  # finite: non-finite scores are refused as divergence
+    return total, margins.clamp(max=-EXCLUDED_LOGIT)  # finite: non-finite scores are refused as divergence

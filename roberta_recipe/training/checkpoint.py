@@ -1,10 +1,12 @@
-"""Checkpoints of a run: rotation, selection for resuming, recipe state, hashes of weights and optimizer.
+"""Output folder of a run (creation, lock, files of other runs) and its checkpoints: rotation, selection for resuming,
+recipe state, hashes of weights and optimizer.
 
 A complete checkpoint is sealed (`durable.seal`): its manifest is written last, and a folder without one is ignored.
 """
 
 import hashlib
 import math
+import os
 import shutil
 from collections.abc import Container
 from pathlib import Path
@@ -16,10 +18,10 @@ from safetensors import safe_open
 from transformers import TrainingArguments
 
 from roberta_recipe import durable
+from roberta_recipe import record as records
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import counted, logger
-from roberta_recipe.record import LOG_NAME
 from roberta_recipe.settings import values_of
 from roberta_recipe.training import optimizers
 from roberta_recipe.training.processes import on_first_process
@@ -35,6 +37,10 @@ _ALIKE = (  # free flags that decide when ranks communicate
     *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps"),
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
 )
+
+# files of a run that ended before its first checkpoint; "runs" is TensorBoard's
+_BEFORE_CHECKPOINT = {durable.LOCK_NAME, records.HASHES_NAME, records.PRESET_NAME, records.LOG_NAME, records.HUB_NAME}
+_BEFORE_CHECKPOINT |= {records.SKIPPED_NAME, records.INDEX_NAME, records.TOKENIZER_NAME, "runs"}
 
 
 def rotate(output_dir: str | Path, limit: int | None, step: int) -> None:
@@ -86,7 +92,7 @@ def resume(
 
 def _find(output_dir: str, named: str | None) -> str | None:
     checkpoints, folders = newest_first(output_dir), all_folders(output_dir)
-    if folders and not checkpoints and not Path(output_dir, LOG_NAME).is_file():  # rotation would delete them
+    if folders and not checkpoints and not Path(output_dir, records.LOG_NAME).is_file():  # rotation would delete them
         raise InputError(
             f"output_dir={output_dir} has checkpoints of another program ({folders[0].name}): name another output_dir, "
             f"with --model_name_or_path {folders[0]} to use its weights"
@@ -229,3 +235,34 @@ def _feed(hasher: Any, value: Any) -> None:
             _feed(hasher, item)
     elif isinstance(value, (bool, int, float, str, type(None))):
         hasher.update(f"{value!r}\n".encode())
+
+
+def prepare_folder(args: TrainingArguments, extend: bool, token_cache: str | None = None) -> None:
+    """Create and lock the output folder, on rank 0. To overwrite nothing, raises `InputError` on all ranks if another
+    process uses it, or if it holds files without a checkpoint, or a finished run (unless its time limit ended it).
+    `extend`: also resume a finished run that has fewer than `max_steps` steps. The folder may contain the run's
+    `token_cache`, or be the cache itself."""
+    steps = args.max_steps if args.max_steps > 0 else math.inf  # with num_train_epochs, the steps are not known yet
+    on_first_process(args, lambda: _prepare_folder(Path(args.output_dir), steps if extend else 0, token_cache))
+
+
+def _prepare_folder(path: Path, max_steps: float, token_cache: str | None = None) -> None:
+    durable.make_folder(path)
+    durable.lock(path)
+    if (path / records.RECORD_NAME).exists():
+        advice = "name another folder with --output_dir"
+        record = records.read_record(path / records.RECORD_NAME, ("steps", "stopped_by"), advice)
+        if record["stopped_by"] != records.TIME_LIMIT and record["steps"] >= max_steps:
+            raise InputError(
+                f"output_dir={path} already holds a finished run (make push uploads it): name another folder, or train "
+                "it longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
+            )
+    cache = Path(token_cache or os.devnull).resolve()
+    entries = [entry for entry in path.iterdir() if entry.resolve() not in (cache, *cache.parents)]
+    others = {entry.name for entry in entries if not durable.TEMPORARY.search(entry.name)} - _BEFORE_CHECKPOINT
+    if others and path.resolve() != cache and not all_folders(path):
+        raise InputError(
+            f"output_dir={path} already holds files and no checkpoint; name another folder with --output_dir, or move "
+            "this one away"
+        )
+    durable.remove_stale(path)

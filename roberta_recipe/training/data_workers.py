@@ -54,7 +54,7 @@ class DataTimeout:
         if self._idle_s < (GRACE_S if by else STUCK_S):
             return
         step = f"step {self.trainer.state.global_step + 1:,} had no data for {duration(self._idle_s)}"
-        end = f"{self.trainer.last_good} {resume_hint()}"
+        end = f"{self.trainer.checkpoint_hint} {resume_hint()}"
         if by:
             raise Stopped(f"stopped by {by}: {step}. {end}", by)
         raise RunError(

@@ -154,7 +154,7 @@ class DurableTrainer(Trainer):
         """The error for a loss, gradient or weight that is not finite; subclasses name the data."""
         return RunError(
             f"{what}; the step was not saved. Lower learning_rate={self.args.learning_rate} or use a longer warm-up "
-            f"(warmup_steps={self.args.warmup_steps:g}). {self.last_good}"
+            f"(warmup_steps={self.args.warmup_steps:g}). {self.checkpoint_hint}"
         )
 
     # Loss
@@ -285,7 +285,7 @@ class DurableTrainer(Trainer):
     # Checkpoints
 
     @property
-    def last_good(self) -> str:
+    def checkpoint_hint(self) -> str:
         """A sentence that names the newest checkpoint, for error messages."""
         last_step = max(self._first_step, self.state.global_step)
         checkpoints = checkpoint.newest_first(self.args.output_dir, last_step)
@@ -333,15 +333,23 @@ class DurableTrainer(Trainer):
         if self.is_deepspeed_enabled:
             self.model.config.dtype = "float32"  # of the file; `save_pretrained` wrote the dtype in memory
             self.model.config.save_pretrained(folder)
-        with weights.saved_for(self.processing_class, self.model.config, self.saved_max_length):
-            self.processing_class.save_pretrained(folder)
+        weights.for_saving(self.processing_class, self.model.config, self.saved_max_length).save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """Load by `from_pretrained`: `Trainer` reports tied weights as missing."""
         folder, settings = resume_from_checkpoint, {"dtype": torch.float32, "output_loading_info": True}
         stored, info = type(self.model).from_pretrained(folder, **settings)
-        if missing := sorted(info["missing_keys"]):
-            raise InputError(f"{folder} has no weights for {listed(missing, 1)}: name another output_dir")
+        shapes, wanted = ({name: of.shape for name, of in one.state_dict().items()} for one in (stored, self.model))
+        other = {
+            *info["missing_keys"],
+            *info["unexpected_keys"],
+            *(name for name, _ in shapes.items() ^ wanted.items()),
+        }
+        if other:
+            raise InputError(
+                f"{folder} has other weights than this model ({listed(sorted(other), 1)}): name another output_dir, "
+                f"with --model_name_or_path {folder} to start from its weights"
+            )
         self.model.load_state_dict(stored.state_dict())
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
@@ -363,19 +371,15 @@ class DurableTrainer(Trainer):
         try:
             yield
         except Exception as error:
-            if not is_write_failure(error):
+            if not (isinstance(error, OSError | SafetensorError) or is_disk_full(error)):
                 raise
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise RunError(
-                f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. {self.last_good} Free "
-                f"disk space. {resume_hint()}"
+                f"{what} could not be written to {self.args.output_dir}: {first_line(error)}. "
+                f"{self.checkpoint_hint} Free disk space. {resume_hint()}"
             ) from error
 
 
 def _log_line(entry: dict[str, Any]) -> str:
     return json.dumps(finite(entry)) + "\n"
-
-
-def is_write_failure(error: Exception) -> bool:
-    return isinstance(error, (OSError, SafetensorError)) or is_disk_full(error)

@@ -16,7 +16,7 @@ from roberta_recipe import durable
 from roberta_recipe.data.order import random_order
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import weights
-from roberta_recipe.model.task_heads import layer_rates
+from roberta_recipe.model.task_heads import layer_learning_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
@@ -63,10 +63,10 @@ def compact(encoded: BatchEncoding, row: int) -> dict[str, np.ndarray]:
     return {name: np.array(encoded[name][row], dtype=kind) for name, kind in kinds.items() if name in encoded}
 
 
-def token_batches(lengths: list[int], of_longest: int) -> list[list[int]]:
+def token_batches(lengths: list[int], batch_size: int) -> list[list[int]]:
     """Evaluation batches: the indices of all features, longest first. A batch, padded to a multiple of 8, has at most
     the tokens of `batch_size` features of maximum length; at most 1/16 of this number is padding."""
-    room, padding, batches = of_longest * 8 * math.ceil(max(lengths) / 8), 0, []
+    room, padding, batches = batch_size * 8 * math.ceil(max(lengths) / 8), 0, []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         width = lengths[batches[-1][0]] if batches else 0
         padding += width - lengths[number]
@@ -119,7 +119,7 @@ class FinetuneTrainer(DurableTrainer):
     `loss_sum(model, batch)` returns (sum of the losses of its items, scores); `labels` has one entry per item.
     `measure(scores)` returns the metrics of the validation set; the epoch with the highest `best_metric` is kept.
     Features are dicts (`length_of`); `fingerprint` has the `global_batch_size` and the `max_seq_length`. `layer_decay`:
-    see `layer_rates`.
+    see `layer_learning_rates`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class FinetuneTrainer(DurableTrainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.layer_decay < 1:
             model, decayed, groups = model or self.model, set(self.get_decay_parameter_names(self.model)), {}
-            for name, rate in layer_rates(self.model, self.args.learning_rate, self.layer_decay).items():
+            for name, rate in layer_learning_rates(self.model, self.args.learning_rate, self.layer_decay).items():
                 groups.setdefault((rate, self.args.weight_decay if name in decayed else 0.0), []).append(name)
             parameters = dict(model.named_parameters())
             cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)

@@ -14,17 +14,17 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainingArguments
+from tqdm.auto import tqdm
 from transformers.trainer_utils import EvalLoopOutput
 
-from roberta_recipe.data import masking, order
+from roberta_recipe.data import IGNORED, masking, order
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Corpus, check_unchanged, hub_ids
 from roberta_recipe.data.packing import Block
@@ -41,34 +41,6 @@ _DATA_DIGESTS = data_loading.CONSUMED[1:]  # hashes in log lines, checkpoints an
 _TOKENIZED_PER_CORE = 195_000  # tokens/s, read and packed (docs/pretraining.md, "Pack once")
 _TRAINED_SHARE = 0.35  # of the matrix rate: base at 512 on an H200, compiled, no dropout (results/gpu_h200.json)
 DIGEST_MODULUS = 2**48  # the sum over processes stays below 2^63
-
-
-class AfterCheckpointLoad(TrainerCallback):
-    """When training begins: restores the command line's hyperparameters over a checkpoint's, if a change was allowed;
-    warns of slow tokenization."""
-
-    def __init__(self, trainer: "MlmTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        trainer = self.trainer
-        if trainer.resumed.get("changed"):
-            optimizers.restore_hyperparameters(trainer.optimizer, trainer.lr_scheduler, trainer.hyperparameters)
-        if args.process_index == 0 and trainer.text_reader and not trainer.train_dataset.limit:
-            self.warn_of_tokenization(args)
-
-    def warn_of_tokenization(self, args: TrainingArguments) -> None:
-        """Warn if tokenization is slower than training: every process and data worker tokenizes the whole text."""
-        trainer, readers = self.trainer, local_processes() * max(1, args.dataloader_num_workers)
-        tokenized = _TOKENIZED_PER_CORE * cpu_cores() / readers
-        trained = args.world_size * _TRAINED_SHARE * trainer.throughput.matrix_rate / trainer.flops_per_token
-        if tokenized < trained:
-            preset = os.path.join(args.output_dir, PRESET_NAME)
-            logger.warning(
-                f"Tokenization is the bottleneck: {tokenized / 1e6:.2f} M of the {trained / 1e6:.2f} M tokens/s "
-                "that training can use. Pack the text once, then start with --token_cache DIR: "
-                f"python tools/pack.py --config {preset} --token_cache DIR"
-            )
 
 
 class MlmTrainer(DurableTrainer):
@@ -89,12 +61,10 @@ class MlmTrainer(DurableTrainer):
         flops_per_token: float,
         skipped: order.Skipped = (),
         extra_metrics: Callable[["MlmTrainer"], dict[str, float]] | None = None,
-        callbacks: Iterable[TrainerCallback] = (),
         **kwargs,
     ):
-        callbacks = [AfterCheckpointLoad(self), *callbacks]
         columns = {name: objective.column for name, objective in model.objectives.items()}
-        super().__init__(model=model, label_columns=columns, callbacks=callbacks, **kwargs)
+        super().__init__(model=model, label_columns=columns, **kwargs)
         self.flops_per_token = flops_per_token
         # order-independent hashes of all consumed blocks: as read, and as the model saw them
         self.data_digests: dict[str, int] = {name: self.resumed.get(name, 0) for name in _DATA_DIGESTS}
@@ -103,6 +73,30 @@ class MlmTrainer(DurableTrainer):
         if self.args.torch_compile:  # the encoder only; accelerate would compile head and losses too
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
             masked_lm.compile_encoder(model, self.args.torch_compile_backend, self.args.torch_compile_mode)
+
+    # Training
+
+    def _run_epoch(self, **kwargs):
+        """The one epoch of the endless stream. Restores the command line's hyperparameters over those of the loaded
+        checkpoint, if a change was allowed."""
+        if self.resumed.get("changed"):
+            optimizers.restore_hyperparameters(self.optimizer, self.lr_scheduler, self.hyperparameters)
+        if self.args.process_index == 0 and self.text_reader and not self.train_dataset.limit:
+            self.warn_of_tokenization()
+        super()._run_epoch(**kwargs)
+
+    def warn_of_tokenization(self) -> None:
+        """Warn if tokenization is slower than training: every process and data worker tokenizes the whole text."""
+        tokenized = _TOKENIZED_PER_CORE * cpu_cores() / local_processes() / max(1, self.args.dataloader_num_workers)
+        trained = self.args.world_size * _TRAINED_SHARE * self.throughput.matrix_rate / self.flops_per_token
+        if tokenized < trained:
+            preset = os.path.join(self.args.output_dir, PRESET_NAME)
+            with tqdm.external_write_mode():  # above the progress bar
+                logger.warning(
+                    f"Tokenization is the bottleneck: {tokenized / 1e6:.2f} M of the {trained / 1e6:.2f} M tokens/s "
+                    "that training can use. Pack the text once, then start with --token_cache DIR: "
+                    f"python tools/pack.py --config {preset} --token_cache DIR"
+                )
 
     # Data
 
@@ -234,7 +228,7 @@ class MlmTrainer(DurableTrainer):
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
             is_own = [order.place_of(block.id)[0] == number for block in validation]
             blocks, masked = (list(itertools.compress(rows, is_own)) for rows in (validation, self.eval_dataset))
-            if not masking.predicts(masked):
+            if not any((example["labels"] != IGNORED).any() for example in masked):
                 continue
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)

@@ -17,7 +17,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import corpus as corpora
 from roberta_recipe.data import mask_units, masking, order, phrases, stream, token_cache, tokenization
 from roberta_recipe.data.chunks import PACKERS, TextReader
-from roberta_recipe.data.documents import check_sources, sample_documents
+from roberta_recipe.data.documents import check_sources, sample_documents, split_sentences
 from roberta_recipe.data.packing import Block
 from roberta_recipe.data.stream import Reader
 from roberta_recipe.errors import InputError
@@ -35,9 +35,9 @@ from roberta_recipe.training.processes import end_together, first_process_first
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
 BIAS_CHARACTERS = 4_000_000  # of text, about 1 M tokens, for the frequencies of `initialization`'s unigram_bias
-TEXT = {"train_file", "validation_file", "corpus", "token_cache"}
-_NOT_DEMONSTRATION = {*TEXT, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
-_OF_PRESET = {*TEXT, "tokenizer_name", "output_dir", "fill_mask_examples"}  # ignored in presets of --model_size
+TEXT_FLAGS = {"train_file", "validation_file", "corpus", "token_cache"}
+_NOT_DEMONSTRATION = {*TEXT_FLAGS, "model_size", "model_name_or_path", "config_name", "tokenizer_name"}
+_OF_PRESET = {*TEXT_FLAGS, "tokenizer_name", "output_dir", "fill_mask_examples"}  # ignored in presets of --model_size
 
 
 def preset_of(argv: list[str]) -> tuple[str, set[str]]:
@@ -177,7 +177,7 @@ def resolve_corpus(args: MlmArguments) -> corpora.Corpus:
     """The corpus with its files. Its text is checked, unless a token cache was already started from it. Raises
     `InputError`."""
     corpus = corpora.resolve(read_corpus(args), args.token_cache)
-    if not (args.token_cache and token_cache.is_begun(args.token_cache)):
+    if not (args.token_cache and token_cache.is_started(args.token_cache)):
         check_sources(corpus)
     return corpus
 
@@ -310,7 +310,7 @@ def token_counts(corpus: corpora.Corpus, tokenizer: PreTrainedTokenizerBase) -> 
     """(vocab_size,): how often each token occurs in a sample of the training text."""
     backend, counts = tokenization.corpus_backend(tokenizer), np.zeros(len(tokenizer), dtype=np.int64)
     for _, text in sample_documents(corpus, "train", max_bytes=BIAS_CHARACTERS, seed=0):
-        for sentence in tokenization.split_sentences(text[:BIAS_CHARACTERS], corpus.language):
+        for sentence in split_sentences(text[:BIAS_CHARACTERS], corpus.language):
             # not `encode_batch`, whose threads would hang a forked data worker
             np.add.at(counts, backend.encode(sentence, add_special_tokens=False).ids, 1)
     return counts
@@ -349,9 +349,11 @@ def build_collator(
     )
 
 
-def validation_blocks(args: MlmArguments, reader: Reader) -> list[Block]:
-    """The held-out blocks, at most `max_eval_samples`, the same for every seed. Raises `InputError` for too few blocks,
-    and for an objective without a label in them."""
+def validation_set(
+    args: MlmArguments, reader: Reader, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Block], list[dict[str, Any]]]:
+    """(held-out blocks, at most `max_eval_samples`, the same for every seed; these with fixed masks). Raises
+    `InputError` for too few blocks, and if they have no label of an objective."""
     blocks = list(stream.validation_blocks(reader, args.max_eval_samples))
     more = "hold out more text (validation_file, or validation_share of the corpus) or raise max_eval_samples"
     if not blocks:
@@ -360,17 +362,10 @@ def validation_blocks(args: MlmArguments, reader: Reader) -> list[Block]:
         column, needs = objectives.TABLE[name].column, objectives.TABLE[name].needs
         if not any(np.any(block[column] != masking.IGNORED) for block in blocks):
             raise InputError(f"objective {name}: no validation block has a label (needs: {needs}): {more}")
-    return blocks
-
-
-def mask_validation(
-    args: MlmArguments, blocks: list[Block], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """`blocks` with fixed masks. Raises `InputError` if no position is predicted."""
     examples = masking.fixed_masks(blocks, tokenizer, labels_of_mask=objectives.labels_of_mask(args.objective))
-    if not masking.predicts(examples):
+    if not any((example["labels"] != masking.IGNORED).any() for example in examples):
         raise InputError(f"no position of {len(blocks)} validation blocks is predicted: hold out more text")
-    return examples
+    return blocks, examples
 
 
 def skipped_blocks(

@@ -73,7 +73,9 @@ class Stopping(TrainerCallback):
             yield
         except KeyboardInterrupt:  # a second Ctrl-C
             step = self.trainer.state.global_step + 1
-            raise Stopped(f"ended immediately, in step {step:,}. {self.trainer.last_good} {resume_hint()}") from None
+            raise Stopped(
+                f"ended immediately, in step {step:,}. {self.trainer.checkpoint_hint} {resume_hint()}"
+            ) from None
         except Exception as error:
             if (explained := explain(self.trainer, error)) is None:
                 raise
@@ -169,11 +171,11 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
     if "Expected to have finished reduction" in str(error):  # DDP's
         return RunError("this model has weights that no step uses: add --ddp_find_unused_parameters true")
     if lost := lost_process(error):
-        return RunError(f"{lost_message(lost, error)} {trainer.last_good} {resume_hint()}")
+        return RunError(f"{lost_message(lost, error)} {trainer.checkpoint_hint} {resume_hint()}")
     if is_out_of_memory(error):
         size = trainer.args.per_device_train_batch_size
         fix = f"lower per_device_train_batch_size={size}; the global batch stays as it is"
-        return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix}. {trainer.last_good}")
+        return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix}. {trainer.checkpoint_hint}")
     return None
 
 
@@ -204,11 +206,12 @@ def record_spike(trainer: "DurableTrainer", loss: float, by: str) -> RunError:
     if sum(entry["step"] > saved_step for entry in spikes) >= MAX_REWINDS:
         return RunError(
             f"{what}, as in {MAX_REWINDS} earlier starts from the same checkpoint: lower learning_rate or use a "
-            f"longer warm-up in a new output_dir, or move newer checkpoints away to rewind further. {trainer.last_good}"
+            f"longer warm-up in a new output_dir, or move newer checkpoints away to rewind further. "
+            f"{trainer.checkpoint_hint}"
         )
     blocks = trainer.last_blocks(min(STEPS_OF_SPIKE, step - saved_step))  # the checkpoint was trained on earlier ones
     positions = [[part.start, part.stop] for part in blocks]
     entry = {"step": step, "loss": finite(loss), "blocks": positions, "fingerprint": trainer.fingerprint}
     durable.write_sealed(Path(output_dir, SKIPPED_NAME), {"returns": [*spikes, entry]})
     what += f"; the next start leaves out blocks {in_words(blocks)}"
-    return Stopped(f"stopped by {by}: {what}. {trainer.last_good} {resume_hint()}", by)
+    return Stopped(f"stopped by {by}: {what}. {trainer.checkpoint_hint} {resume_hint()}", by)
