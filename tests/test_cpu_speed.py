@@ -130,6 +130,23 @@ def test_every_attention_gives_a_model_the_same_loss_and_gradient(config, padded
         torch.testing.assert_close(found[name], found["sdpa"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_decoder_sees_no_later_token_with_any_attention():
+    """With or without padding in the batch; SDPA leaves its mask out where nothing is padded."""
+    config = transformers.Qwen2Config(**SMALL, num_key_value_heads=2, num_labels=3)
+    model, ids = (
+        transformers.AutoModelForSequenceClassification.from_config(config).eval(),
+        torch.randint(5, 300, (4, 20)),
+    )
+    attention.register()
+    logits = []
+    for name in ("eager", "sdpa", "blockwise"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits.append(model(ids, attention_mask=torch.ones_like(ids)).logits)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], rtol=1e-4, atol=1e-6)
+
+
 def arguments(tmp_path, **values):
     return RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
 

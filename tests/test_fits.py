@@ -75,6 +75,9 @@ def test_relative_positions_alone_have_no_longest_sequence():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "vocab_size": 40}
     both = AutoConfig.for_model("deberta-v2", max_position_embeddings=24, **sizes, **relative)
+    late = AutoConfig.for_model("roberta", max_position_embeddings=130, pad_token_id=50283)  # ModernBERT's tokenizer
+    with pytest.raises(InputError, match=r"max_position_embeddings=130, and .* pad_token_id=50283: use a tokenizer"):
+        weights.check_length("model", 48, late)
     with pytest.raises(InputError, match="max_seq_length=48 is more than the 24 positions"):
         weights.check_length("model", 48, both)
     both.position_biased_input = False

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import SUBJECTS, losses, second_of_training
 from sklearn.metrics import f1_score
-from transformers import AutoConfig, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, pipeline
 
 import finetune_glue
 import finetune_squad
@@ -38,6 +38,22 @@ def argv(root, model_dir, tmp_path):
         return second_of_training(root / preset, *BATCH, *others, **own)
 
     return of
+
+
+def test_predictions_of_a_decoder_asked_for_later(argv, tokenizer, tmp_path):
+    """Its head reads the last token before the padding; `Trainer.train` gives its config the tokenizer's padding id."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("qwen2", vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)
+    assert config.pad_token_id is None
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "decoder")
+    tokenizer.save_pretrained(tmp_path / "decoder")
+    (tmp_path / "new.csv").write_text("review\ncat\na dog near the sea\n")
+    columns = ["--text_column", "review", "--label_column", "stars"]
+    for later in ([], ["--test_file", tmp_path / "new.csv", "--do_predict"]):
+        words = argv("my.csv", CSV, *columns, *later)
+        words[words.index("--model_name_or_path") + 1] = str(tmp_path / "decoder")
+        finetune_glue.main(words)
+    assert len((tmp_path / "out" / "submission" / "new_predictions.tsv").read_text().splitlines()) == 3
 
 
 def test_csv_with_quotes_and_line_ends_and_its_predictions(argv, tmp_path, capfd):
