@@ -160,6 +160,9 @@ def test_merges_of_hashes_are_no_comments(tmp_path):
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n# #\nĠ ##\n")
     files = [tmp_path / name for name in ("dict.txt", "encoder.json", "vocab.bpe")]
     assert fairseq.read_vocabulary(*files).tokenize("a##a ##") == ["a", "##", "a", "Ġ##"]
+    (tmp_path / "dict.txt").write_text("0 1\n1 1\n3 1\n4 1\n")  # of fairseq-preprocess on a text without ## in a word
+    with pytest.raises(InputError, match=r"dict.txt lacks ##, from which .*vocab.bpe merges tokens that it has"):
+        fairseq.read_vocabulary(*files)
 
 
 def test_old_names_and_packed_projections(checkpoint, ids):

@@ -37,7 +37,7 @@ from roberta_recipe import durable
 from roberta_recipe.data import tokenization
 from roberta_recipe.errors import InputError, exit_on_error
 from roberta_recipe.input_files import explained, read_input_json, read_text
-from roberta_recipe.log import logger, set_up_logging
+from roberta_recipe.log import listed, logger, set_up_logging
 from roberta_recipe.model.weights import for_saving, load, read_config
 from roberta_recipe.settings import RecipeParser
 
@@ -301,7 +301,10 @@ def read_vocabulary(dict_txt: Path, encoder_json: Path, bpe: Path) -> PreTrained
         vocab[tokens.get(symbol, symbol)] = len(vocab)
     lines = read_text(bpe).replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines[lines[0].startswith("#version") :] if line]  # "# #" is a merge
-    return tokenization.build_tokenizer(vocab, [pair for pair in merges if "".join(pair) in vocab])
+    pairs = [pair for pair in merges if "".join(pair) in vocab]
+    if parts := sorted({part for pair in pairs for part in pair} - vocab.keys()):
+        raise InputError(f"{dict_txt} lacks {listed(parts)}, from which {bpe} merges tokens that it has: no tokenizer")
+    return tokenization.build_tokenizer(vocab, pairs)
 
 
 def write_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
