@@ -374,7 +374,7 @@ def _measure_words(measures: dict[str, dict[str, Any] | None], path: str) -> dic
             raise InputError(f"{where} needs the measure {tool!r}: add it")
         if refused := [flag for flag in flags if flag in _SET_FOR_MEASURES or tool != name]:
             raise InputError(f"{where}: flag {refused[0]} is set by the runner, or not supported here; remove it")
-        if name == "blimp" and "pll" not in flags.get("methods", "pll"):
+        if name == "blimp" and "pll" not in (flags.get("methods") or "pll"):
             raise InputError(f"{where}: its score needs pll: add pll to methods, or leave methods out")
         if tool == name:
             switches = [f"--{flag}" for flag, value in flags.items() if value is True]

@@ -497,7 +497,7 @@ def sections(ledger: Ledger, folder: Path) -> list[Section]:
     shown = [
         Section("Verdict", verdict(ledger)),
         Section("What the models score", [SCORES_EXPLAINED], SCORE_HEAD, score_table(ours),
-                [*_notes(ours), *[f"Not run: {'; '.join(not_run)}."] * bool(not_run)]),
+                [*_notes(ours), *[f"Not run from these models: {'; '.join(not_run)}."] * bool(not_run)]),
         Section("Loss and BLiMP over tokens", [CURVES_EXPLAINED], picture="curves.png"),
         Section("BLiMP", [blimp_table.EXPLANATION], blimp_table.HEAD, blimp),
         Section("Known encoders by the same protocol", [encoders], known_head, known_rows, _notes(known)),

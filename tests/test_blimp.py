@@ -173,6 +173,10 @@ def test_pairs_are_the_first_of_each_paradigm(data_dir, tmp_path):
 
 
 def test_bad_pairs(tmp_path, data_dir):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "passive_1.jsonl").touch()
+    with pytest.raises(InputError, match=r"begun has no pair of sentences"):
+        blimp.read(str(tmp_path / "begun"))
     with pytest.raises(InputError, match=r"absent has no \*.jsonl"):
         blimp.read(str(tmp_path / "absent"))
     with pytest.raises(InputError, match="pairs=0 must be at least 1"):

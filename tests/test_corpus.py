@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import types
 from collections import Counter
@@ -528,17 +529,16 @@ def test_a_corpus_must_hold_out_a_document(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "names", [["train-0.txt", "test-0.txt"], ["train/a.txt", "validation/b.txt"], ["train.txt", "dev.txt"]]
+    "names", [["train-0.txt", "test-0.txt"], ["train/test.txt", "validation/b.txt"], ["data/train.txt", "data/dev.txt"]]
 )
 def test_a_folder_with_several_splits_is_refused(tmp_path, names):
     """As a data set downloaded from the Hub has, whose test set would be trained on."""
     for name in [*names, "README.md"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_text(tmp_path / name, make_documents(3, seed=0))
-    with pytest.raises(InputError, match=r"has files of several splits \(.*name one, such as .*train\*', or all, "):
+    with pytest.raises(InputError, match=r"has files of several splits \(") as refused:
         corpora.resolve(corpora.corpus_of_files([str(tmp_path)], None, "text"))
-    for named, files in ((f"{tmp_path}/train*", 1), (f"{tmp_path}/**", 2)):
-        named = f"{named}/*" if named.endswith("train*") and (tmp_path / "train").is_dir() else named
+    for named, files in zip(re.findall("'(.*?)'", str(refused.value)), (1, 2), strict=True):  # as it advises
         corpus = corpora.resolve(corpora.corpus_of_files([named], None, "text"))
         assert len(corpus.files(corpus.sources[0], "train")[1]) == files
     (tmp_path / names[1]).rename(tmp_path / "latest-test-results.txt")

@@ -176,6 +176,9 @@ def test_a_finished_run_is_extended_by_more_passes(preset, tmp_path):
         train(preset, *saving, "--num_train_epochs", 1)
     record = train(preset, *saving, "--num_train_epochs", 1, "--resume_despite_changes", "true")
     assert record["steps"] == 2 * first["steps"] and record["resumes"] == 1
+    for fewer in (0.5, 1):  # nothing is written again
+        with pytest.raises(InputError, match="already holds a finished run"):
+            train(preset, *saving, "--num_train_epochs", fewer, "--resume_despite_changes", "true")
 
 
 @pytest.mark.parametrize("step", [3, 5, 9])

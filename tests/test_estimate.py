@@ -328,7 +328,7 @@ def test_memory_and_utilisation_are_those_of_base_on_an_h200(name, dropout):
 def test_table():
     config = preset_config("base", vocab_size=50304)
     shape = {"config": config, "micro_batch": 32, "accumulation": 32, "max_steps": 500_000, "precision": "bf16"}
-    base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, tokens_per_pass=30e9)
+    base = make_run(**shape, hardware=Hardware(8, "H200"), utilisation=0.4, blocks_per_pass=30e9 / 512)
     text = estimate.format_estimate(base)
     days = 500_000 * 8192 * 512 * flops_per_token(config, 512, 0.15) / (8 * 989e12 * 0.4) / 86_400
     for line in (
@@ -390,9 +390,9 @@ def test_an_own_text_has_the_vocabulary_that_the_run_trains(tmp_path, model_dir,
     assert continued.config.vocab_size == 400
     with pytest.raises(InputError, match="max_seq_length=512 is more than the 64 positions of"):  # as in training
         estimate.main([*flags, "--model_name_or_path", model_dir])
-    monkeypatch.setattr(estimate, "tokens_per_pass", lambda folder, corpus: 9_000)  # packed meanwhile
+    monkeypatch.setattr(estimate, "blocks_per_pass", lambda folder, corpus: 9_000)  # packed meanwhile
     cached = estimate.main([*flags, "--token_cache", "tokens"])
-    assert cached.config.vocab_size == 4096 and cached.epochs == cached.tokens / 9_000
+    assert cached.config.vocab_size == 4096 and cached.epochs == cached.blocks / 9_000
     shared = estimate.main([*flags, "--hardware", "8xH200", "--global_batch_size", "32"])
     assert shared.micro_batch == 4 and shared.accumulation == 1  # as in training
 

@@ -414,6 +414,7 @@ def test_a_run_that_begins_is_measured_again(write, tmp_path, monkeypatch):
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different numbers from 0 on, below 2\^32, at most 16"),
         ({"measures": {"loss": {"a": 1}}}, "measure 'loss': flag a is set by the runner, or"),
         ({"measures": {"blimp": {"methods": ["within_word"]}}}, "measure 'blimp': its score needs pll"),
+        ({"measures": {"blimp": {"methods": None}}}, "measure 'blimp': flag methods has no value; leave it out"),
         ({"measures": {"words": {"corpu": "a"}}}, "measure 'words': unknown argument '--corpu'; did you mean"),
         ({"measures": {"words": {"model_name_or_path": "a"}}}, "'words': flag model_name_or_path is set by the runner"),
         ({"measures": {"short_words": None}}, "measure 'short_words' needs the measure 'words'"),

@@ -244,7 +244,7 @@ def test_the_last_weights_stay(tmp_path, caplog):
     job = types.SimpleNamespace(metric="accuracy", about=lambda *_: {}, tests={})
     args = types.SimpleNamespace(keep="best"), types.SimpleNamespace(do_predict=False, process_index=0)
     protocol.finish(args, {}, runs, records, job)
-    assert weights.is_file() and f"{first.output_dir} has none:" in caplog.text
+    assert weights.is_file() and f"none in {first.output_dir}:" in caplog.text
 
 
 def test_from_the_mnli_model_the_head_is_replaced(flags, tmp_path, capsys):

@@ -156,7 +156,7 @@ BAD = {
     "seeds": (["--seeds", "1", "1"], r"seeds=\[1, 1\] must be different"),
     "one seed's checkpoint": (["--resume_from_checkpoint", "r/checkpoint-9"], "None, not r/checkpoint-9: it belongs"),
     "seed": (["--seed", "42", "--seeds", "1", "2"], "seed=42 has no effect with seeds; use --seeds 42"),
-    "no evaluation": (["--eval_strategy", "no"], "eval_strategy=no"),
+    "no evaluation": (["--eval_strategy", "no"], "--eval_strategy.*invalid choice: 'no'"),
     "ranking": (["--qnli_form", "ranking"], "qnli_form=ranking has no effect on task_name=rte"),
     "wnli without schemas": (["--task_name", "wnli"], "name the folder of its train.jsonl"),
     "head of wnli": (

@@ -444,7 +444,7 @@ def test_fine_tuning_pushes_its_best_run(server, model_dir, tmp_path, monkeypatc
     head = card_of(files).data.to_dict()
     (result,) = head["model-index"][0]["results"]
     # with other_rows the card does not claim GLUE's rows
-    assert result["dataset"] == {"name": "rte (other_rows)", "type": "local/rte", "split": "validation"}
+    assert result["dataset"] == {"name": "rte (other_rows)", "type": "local/rte_other_rows", "split": "validation"}
     (metric,) = result["metrics"]
     assert metric["value"] == round(summary["settings"][0]["median"], 4) and "median of 2 seeds" in metric["name"]
     assert head["pipeline_tag"] == "text-classification"

@@ -85,14 +85,22 @@ def test_what_accelerate_refuses_is_one_line(script, root):
     ("number", "to_all", "processes", "code"),
     [
         (signal.SIGTERM, False, 1, 75),
+        (signal.SIGTERM, False, "quiet", 75),
         (signal.SIGINT, False, 1, 130),
         (signal.SIGINT, True, 2, 130),
         (signal.SIGHUP, True, 2, 129),
     ],
-    ids=["SIGTERM to the launcher", "SIGINT to the launcher", "Ctrl-C, two processes", "SIGHUP, two processes"],
+    ids=[
+        "SIGTERM to the launcher",
+        "the same, -q",
+        "SIGINT to the launcher",
+        "Ctrl-C, two processes",
+        "SIGHUP, two processes",
+    ],
 )
 def test_a_signal_reaches_the_script_and_its_end_is_waited_for(script, root, number, to_all, processes, code):
-    child = start(script, root, *(TWO if processes == 2 else []))
+    flags, processes = {2: TWO, "quiet": ["-q"]}.get(processes, []), 2 if processes == 2 else 1
+    child = start(script, root, *flags)
     lines = [child.stdout.readline() for _ in range(processes)]
     time.sleep(0.2)
     (os.killpg if to_all else os.kill)(child.pid, number)

@@ -139,7 +139,7 @@ def test_tables_show_the_records(ledger, tmp_path):
         f"| GLUE rte, accuracy, 2,000 training examples | mini | {figures} | validation, 277 examples | - |"
     ]
     assert whole.count("GLUE rte: odd.") == 1  # the note of both sides, once
-    (waiting,) = [line for line in whole.splitlines() if line.startswith("Not run: ")]
+    (waiting,) = [line for line in whole.splitlines() if line.startswith("Not run from these models: ")]
     assert "GLUE cola, matthews_correlation" in waiting and "RACE, high" in waiting and "rte" not in waiting
     assert "not run" not in whole and "[speedrun.md](speedrun.md)" in whole and whole.index("**mini**") < 30
     settings, spent = "0.0001, batch 16, 3 epochs, length 64, 2,000 examples", "4.5 M | 2 cores of x86_64 | 1.50 |"
@@ -269,7 +269,7 @@ def test_what_a_run_measured_of_a_task_is_shown_and_no_more(ledger, tmp_path):
     first, _ = [line for line in whole.splitlines() if line.startswith("| RACE")]
     assert first.startswith("| RACE, middle | mini | 42.0 (1 seed) | - | - | 86.5 (test set) | validation, 277")
     assert "| mini, level middle | 42.0 (1 seed) | validation, 277 examples | 0.0001, batch 16, 3 epochs" in whole
-    assert "RACE, accuracy; RACE, high" in whole.split("Not run: ")[1]
+    assert "RACE, accuracy; RACE, high" in whole.split("Not run from these models: ")[1]
     assert (tmp_path / "results/mini/race_level_middle.json").is_file()
 
 

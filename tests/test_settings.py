@@ -174,7 +174,7 @@ def test_bad_presets(tmp_path, text, named):
         ("--max_steps 0", "max_steps=0"),
         ("--input_format x", "--input_format.*full_sentences"),
         ("--eval_strategy sometimes", "--eval_strategy.*sometimes"),
-        ("--eval_strategy epoch", "eval_strategy=epoch.*steps"),
+        ("--eval_strategy epoch", "--eval_strategy.*invalid choice: 'epoch'.*steps"),
         ("--learning_rate nan", "learning_rate=nan must be at least 0"),
         ("--adam_epsilon -1", "adam_epsilon=-1.0 must be at least 0"),
         ("--seed 4294967296", r"seed=4294967296 must be .* below 2\^32"),

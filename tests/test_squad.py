@@ -232,7 +232,7 @@ def test_the_classifier_of_a_checkpoint_is_kept_or_fresh(flags, tmp_path, capsys
     AutoModelForQuestionAnswering.from_pretrained(best).save_pretrained(tmp_path / "stock")
     args.model_name_or_path = str(tmp_path / "stock")
     model = finetune_squad.build_model(args)
-    with pytest.raises(InputError, match=r"stock has no weights for answerability\.dense\.bias and 3 others: name"):
+    with pytest.raises(InputError, match=r"stock has other weights .* \(answerability\.dense\.bias and 3 others\)"):
         FinetuneTrainer._load_from_checkpoint(types.SimpleNamespace(model=model), tmp_path / "stock")
     fresh = model.answerability.dense.weight
     assert 0.015 < fresh.std() < 0.025 and not fresh.equal(stored) and not model.answerability.out_proj.bias.any()

@@ -90,18 +90,18 @@ def test_any_machines_and_processes_make_the_same_files(corpus, tokenizer, tmp_p
     )
     assert three == whole and len(three) == 1 + 2 * (6 * count + 3 + 1)
     counts = count_table(TokenCache(tmp_path / "whole", corpus, seed=0), "train")
-    assert estimate.tokens_per_pass(tmp_path / "whole", corpus) == sum(of["tokens"] for of in counts.values())
+    assert estimate.blocks_per_pass(tmp_path / "whole", corpus) == sum(of["blocks"] for of in counts.values())
 
 
 def test_epochs_are_not_estimated_from_a_part_of_a_cache_or_from_another_text(corpus, tokenizer, tmp_path):
     reader, known = reader_of(corpus, tokenizer), []
     for machine in range(3):
         token_cache.build(tmp_path, reader, num_proc=1, machine=machine, machines=3)
-        known.append(estimate.tokens_per_pass(tmp_path, corpus))
+        known.append(estimate.blocks_per_pass(tmp_path, corpus))
     assert known[:2] == [None, None] and known[2] > 0
     renamed = dataclasses.replace(corpus.sources[1], name="c")
     for others in (corpus.sources[:1], [corpus.sources[0], renamed]):
-        assert estimate.tokens_per_pass(tmp_path, dataclasses.replace(corpus, sources=others)) is None
+        assert estimate.blocks_per_pass(tmp_path, dataclasses.replace(corpus, sources=others)) is None
 
 
 def test_what_is_left_out_of_the_text_is_left_out_of_the_cache(corpus, tokenizer, tmp_path):

@@ -22,7 +22,8 @@ from roberta_recipe import durable
 from roberta_recipe.data import masking, tokenization
 from roberta_recipe.data.packing import Block
 from roberta_recipe.errors import InputError
-from roberta_recipe.model import weights
+from roberta_recipe.input_files import ROOT
+from roberta_recipe.model import masked_lm, weights
 from roberta_recipe.tasks import glue, protocol, race, squad, wsc
 
 TOKENIZERS, TEXTS = 40, 12
@@ -261,7 +262,7 @@ def test_only_own_special_tokens_change_the_fingerprint(tmp_path, tokenizer):
 
 
 def test_a_tokenizer_without_a_template_gets_that_of_training(tmp_path, tokenizer):
-    """In memory and, saved beside the model, for fine-tuning and `pipeline`; its blocks and fingerprint stay."""
+    """In memory and, saved beside the model, for fine-tuning and `pipeline`; blocks, and so token caches, stay."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.ByteLevel()
     bare = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
@@ -271,17 +272,34 @@ def test_a_tokenizer_without_a_template_gets_that_of_training(tmp_path, tokenize
     for one in (loaded, tokenization.load_tokenizer(str(tmp_path / "saved"), needed=("pad_token",))):
         for texts in (["the cat"], ["the cat", "a dog"]):
             assert one(*texts).input_ids == tokenizer(*texts).input_ids
+        types = one("the cat", "a dog", return_token_type_ids=True)["token_type_ids"]
+        assert types == sorted(types) and sum(types) == len(tokenizer("a dog").input_ids)  # </s> B </s>
     assert tokenization.tokenizer_fingerprint(loaded) == tokenization.tokenizer_fingerprint(bare)
 
 
+@pytest.mark.parametrize("with_template", [True, False])
+def test_a_tokenizer_without_begin_and_end_has_a_fingerprint(tmp_path, tokenizer, with_template):
+    """As Qwen's and T5's, for fine-tuning, BLiMP and masked words."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if not with_template:
+        backend.post_processor = processors.ByteLevel()
+    roles = {"pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(tmp_path)
+    loaded = tokenization.load_tokenizer(str(tmp_path), needed=("pad_token",))
+    assert loaded.bos_token is loaded.cls_token is None
+    assert set(tokenization.boundary_ids(loaded).values()) == ({0, 2} if with_template else {None})
+    assert len(tokenization.tokenizer_fingerprint(loaded)) > 8
+
+
 @pytest.mark.parametrize("role", ["eos_token", "bos_token", "mask_token"])
-def test_a_padding_token_with_another_role_is_refused(tmp_path, tokenizer, role):
-    """RoBERTa's position ids skip the padding token, so also each `</s>` of a block."""
+def test_a_padding_token_with_another_role_is_refused(tmp_path, tokenizer, role, config_file):
+    """RoBERTa's position ids skip the padding token, so also each `</s>` of a block; BERT's do not."""
     roles = {**tokenizer.special_tokens_map, "pad_token": getattr(tokenizer, role)}
     shared = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **roles)
-    with pytest.raises(InputError, match=f"pads with '{getattr(tokenizer, role)}', which training also uses"):
-        with_config(tmp_path, shared)
-    assert tokenization.load_tokenizer(str(tmp_path), needed=("pad_token",))  # in fine-tuning, the mask hides it
+    loaded = with_config(tmp_path, shared)
+    with pytest.raises(InputError, match=f"pads with '{getattr(tokenizer, role)}', which blocks have too"):
+        masked_lm.build_model(loaded, config_name=config_file, max_seq_length=64)
+    masked_lm.build_model(loaded, config_name=str(ROOT / "presets/model/bert_base.json"), max_seq_length=64)
 
 
 def test_a_class_that_drops_parts_of_a_tokenizer_is_warned_of(tmp_path, caplog):

@@ -111,6 +111,15 @@ def test_the_preset_of_a_shuffled_cache_is_evaluated_on_other_text(preset, tmp_p
         assert args.shuffle_window == 1 and not args.token_cache
 
 
+def test_a_preset_of_a_shuffled_cache_that_is_not_here_is_evaluated_on_its_text(preset, tmp_path):
+    train(preset, "--output_dir", tmp_path / "model")
+    values = yaml.safe_load(Path(preset).read_text()) | {"token_cache": str(tmp_path / "away"), "shuffle_window": 64}
+    (tmp_path / "shuffled.yaml").write_text(yaml.safe_dump(values))
+    argv = ["--config", str(tmp_path / "shuffled.yaml"), "--model_name_or_path", str(tmp_path / "model")]
+    metrics, _ = evaluate.main(argv)
+    assert metrics["eval_loss"] == evaluate.main([*argv[2:], "--config", str(preset)])[0]["eval_loss"]
+
+
 @pytest.mark.parametrize("size", ["base", "large"])
 def test_the_full_recipe_packs_first(preset, root, tmp_path, monkeypatch, size):
     """With an empty --token_cache, it trains from text: the same blocks and masks, without packing."""

@@ -147,6 +147,11 @@ def test_command_line(tmp_path, config, tokenizer, capsys):
     figures = words.main([*flags, "--output", str(tmp_path / "words.json")])
     out = capsys.readouterr().out
     assert "bits a word" in out and f"({figures['words']:,} words of 2 documents" in out and "±" in out
+    (folder / "tokenizer_config.json").write_text(  # padding is masked all the same
+        json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_input_names": ["input_ids"]})
+    )
+    assert words.main(flags)["bits_per_word"] == pytest.approx(figures["bits_per_word"])
+    capsys.readouterr()
     assert json.loads((tmp_path / "words.json").read_text())["bits_per_word"] == figures["bits_per_word"]
     by_reading = {name: of["bits_per_word"] for name, of in figures["readings"].items()}
     assert by_reading[figures["reading"]] == min(by_reading.values()) == figures["bits_per_word"]

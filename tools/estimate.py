@@ -246,7 +246,7 @@ class Estimate:
     objective: tuple[str, ...] = ("mlm",)
     optim: str = "adamw_torch"
     utilisation: float = DEFAULT_UTILISATION
-    tokens_per_pass: float | None = None
+    blocks_per_pass: int | None = None
     corpus_bytes: float | None = None
     max_train_samples: int | None = None  # blocks per pass, if the corpus has more
     max_train_minutes: float | None = None
@@ -292,9 +292,9 @@ class Estimate:
     @property
     def epochs(self) -> float | None:
         """Passes over the corpus, or over its first `max_train_samples` blocks; None if its size is unknown."""
-        corpus_tokens = self.tokens_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN
-        known = [tokens for tokens in (corpus_tokens, (self.max_train_samples or 0) * self.seq_len) if tokens]
-        return self.tokens / min(known) if known else None
+        corpus_blocks = self.blocks_per_pass or (self.corpus_bytes or 0) / BYTES_PER_TOKEN / self.seq_len
+        known = [blocks for blocks in (corpus_blocks, self.max_train_samples) if blocks]
+        return self.blocks / min(known) if known else None
 
     @property
     def flops(self) -> float:
@@ -356,16 +356,16 @@ def corpus_bytes(corpus: Corpus) -> float | None:
     return text_bytes(resolve(corpus)) if all(source.files for source in corpus.sources) else None
 
 
-def tokens_per_pass(folder: str | Path, corpus: Corpus) -> int | None:
-    """Training tokens of one pass over a token cache; None if it is incomplete, unreadable or of other sources."""
+def blocks_per_pass(folder: str | Path, corpus: Corpus) -> int | None:
+    """Training blocks of one pass over a token cache; None if it is incomplete, unreadable or of other sources."""
     try:
         settings = durable.read_sealed(Path(folder, FINGERPRINT))
         files = sum(int(settings[f"source {source.name}"].split()[0]) for source in corpus.sources)
         shards = [durable.read_sealed(path)["chunks"] for path in Path(folder).glob("*/train-?????.json")]
     except (OSError, ValueError, KeyError):  # KeyError: another source, or a cache of an earlier version
         return None
-    tokens = sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["tokens"]
-    return tokens if len(shards) == files else None
+    blocks = sum_counts(Chunk(*chunk) for chunks in shards for chunk, *_ in chunks)["blocks"]
+    return blocks if len(shards) == files else None
 
 
 def read_estimate(argv: list[str]) -> Estimate:
@@ -385,9 +385,9 @@ def read_estimate(argv: list[str]) -> Estimate:
     architectures.check_checkpointing(config, training_args)
     weights.check_length(args.model_name_or_path or args.config_name, args.max_seq_length, config)
     corpus = pretraining.read_corpus(args)
-    cached_tokens = tokens_per_pass(args.token_cache, corpus) if args.token_cache else None
+    cached_blocks = blocks_per_pass(args.token_cache, corpus) if args.token_cache else None
     named = args.tokenizer_name or "vocab_size" in weights.overridden(args.config_overrides)
-    size = None if cached_tokens and named else corpus_bytes(corpus)
+    size = None if cached_blocks and named else corpus_bytes(corpus)
     if args.config_name and args.tokenizer_name and resolve_path(args.tokenizer_name).is_dir():
         config.vocab_size = len(pretraining.load_tokenizer(args))
     elif size and not named:
@@ -417,7 +417,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         optim=training_args.optim,
         utilisation=chosen.utilisation,
         gpu_hour_price=price,
-        tokens_per_pass=cached_tokens,
+        blocks_per_pass=cached_blocks,
         corpus_bytes=size,
         max_train_samples=args.max_train_samples,
         max_train_minutes=args.max_train_minutes,
@@ -432,7 +432,7 @@ def format_estimate(estimate: Estimate) -> str:
     epochs = f"{estimate.epochs:,.2f} epochs" if estimate.epochs else "epochs unknown (no corpus size)"
     if estimate.max_train_samples:
         epochs += f" of at most {estimate.max_train_samples:,} blocks"
-    elif estimate.corpus_bytes and not estimate.tokens_per_pass:
+    elif estimate.corpus_bytes and not estimate.blocks_per_pass:
         size = _in_unit(estimate.corpus_bytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3}, 1)
         epochs += f" of {size} at {BYTES_PER_TOKEN} bytes a token (an assumption)"
     room = f"{FITS * device.memory_bytes / GIB:,.1f} GiB ({FITS:.0%} of {estimate.hardware.name}'s memory)"

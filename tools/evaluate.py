@@ -64,7 +64,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     tokenizer_name = value_of(argv, "tokenizer_name") or args.model_name_or_path
     args = dataclasses.replace(args, tokenizer_name=tokenizer_name, global_batch_size=None)
     if args.token_cache and not token_cache.is_started(args.token_cache):
-        args = dataclasses.replace(args, token_cache=None)
+        args = dataclasses.replace(args, token_cache=None, shuffle_window=1)
     pretraining.check_data(args)
     pretraining.check_training(training_args)
     pretraining.derive(args, training_args)

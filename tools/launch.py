@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.usage = "python tools/launch.py [accelerate's flags] SCRIPT [its flags]"
     parser.description = __doc__.splitlines()[0]
     args = parser.parse_args(argv)
+    args.quiet = False  # accelerate would exit with 1 for any exit code
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _pass_on)

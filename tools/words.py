@@ -175,7 +175,8 @@ def losses(
     found: dict[int, Loss] = {}
     with Bar(total=len(windows), unit=" windows", desc="Masked words", mininterval=1, leave=False) as bar:
         for batch in _batches(asked, model.config.vocab_size):
-            inputs = tokenizer.pad({"input_ids": [asked[number].ids for number in batch]}, return_tensors="pt")
+            rows = {"input_ids": [asked[number].ids for number in batch]}
+            inputs = tokenizer.pad(rows, return_tensors="pt", return_attention_mask=True)
             targets = [asked[number].targets for number in batch]
             positions = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)
             for row, of_row in enumerate(targets):
@@ -238,7 +239,9 @@ def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: list[Window], language: str
 ) -> dict[str, Any]:
     """The metrics of the better reading, of both readings, and a hash of the windows."""
-    readings = {"as written": as_written, "sentences apart": functools.partial(sentences_apart, language=language)}
+    readings = {"as written": as_written}
+    if None not in boundary_ids(tokenizer).values():
+        readings["sentences apart"] = functools.partial(sentences_apart, language=language)
     found = {name: summarise(losses(model, tokenizer, windows, reading)) for name, reading in readings.items()}
     better = min(found, key=lambda name: found[name]["bits_per_word"])
     digest = durable.fingerprint([window[1:] for window in windows])

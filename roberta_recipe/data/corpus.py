@@ -226,13 +226,15 @@ def _local_paths(path: Path) -> list[str]:
         raise InputError(f"{path} has several splits: name one, such as {path / 'train'}, and one as --validation_file")
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), reverse=True)
-    if path.is_dir():  # a data set in the Hub's layout: train-00000.parquet, or train/
-        names = ((one, Path(one).relative_to(path).parts) for one in paths)
-        splits = {match[0]: one for one, parts in names if (match := _SPLIT.match(parts[-1]) or _SPLIT.match(parts[0]))}
+    if path.is_dir():  # a data set in the Hub's layout: train/, or train-00000.parquet
+        names = [(one, Path(one).relative_to(path).parts) for one in paths if _format_of(one)]
+        splits = {found[0]: one for one, parts in names if (found := _SPLIT.match(parts[0]) or _SPLIT.match(parts[-1]))}
         if "train" in splits and len(splits) > 1:
+            example = Path(splits["train"])
+            named = path / "train/**" if (path / "train").is_dir() else example.parent / f"train*{example.suffix}"
             raise InputError(
                 f"{path} has files of several splits ({', '.join(sorted(splits.values()))}): name one, such as "
-                f"{str(path / 'train*')!r}, or all, {str(path / '**')!r}"
+                f"{str(named)!r}, or all, {str(path / '**')!r}"
             )
     return list({os.path.realpath(one): one for one in paths}.values())
 

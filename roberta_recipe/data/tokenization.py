@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
+from tokenizers import Tokenizer, processors
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from roberta_recipe import durable
@@ -59,7 +58,7 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
             tokenizer = build_tokenizer(*map(str, bare))
             if "Ġ" not in tokenizer.get_vocab():
                 raise InputError(
-                    "vocab.json is not of a byte-level BPE; add its tokenizer.json and tokenizer_config.json"
+                    f"{bare[0]} is not of a byte-level BPE; add its tokenizer.json and tokenizer_config.json"
                 )
         else:
             tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id(name_or_path), trust_remote_code=False)
@@ -68,8 +67,8 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
         raise InputError(f"no tokenizer at tokenizer_name={name}: it needs the tokenizer.json of a fast tokenizer")
     if missing := [token for token in needed if _special(tokenizer, token) is None]:
         raise InputError(f"the tokenizer {name} has no {', '.join(missing)}, and needs {', '.join(needed)}")
-    if needed == MLM_TOKENS:
-        _prepare_for_mlm(tokenizer, name)
+    if needed == MLM_TOKENS and not _template_ids(tokenizer):
+        _set_template(tokenizer, name)
     _warn_if_rebuilt(tokenizer, folder / "tokenizer.json", name)
     # positions count from the left, and heads read the first token; init_kwargs are saved
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
@@ -78,24 +77,21 @@ def load_tokenizer(name_or_path: str | None, needed: tuple[str, ...] = MLM_TOKEN
     return tokenizer
 
 
-def _prepare_for_mlm(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer without a template that of training, `<s> A </s>`, so that `pipeline` and fine-tuning of the
-    saved checkpoint have it. Raises `InputError` if the padding token has another role."""
-    ids = boundary_ids(tokenizer)
-    if tokenizer.pad_token_id in (*ids.values(), tokenizer.mask_token_id):
-        raise InputError(
-            f"the tokenizer {name} pads with {tokenizer.pad_token!r}, which training also uses in blocks, so positions "
-            "would skip it: give it a pad_token of its own (add_special_tokens)"
-        )
-    if _template_ids(tokenizer):
-        return
-    bos, eos = tokenizer.convert_ids_to_tokens([*ids.values()])
-    special = [(bos, ids["bos_id"]), (eos, ids["eos_id"])]
-    template = TemplateProcessing(
-        single=[bos, "$A", eos], pair=[bos, "$A", eos, eos, "$B", eos], special_tokens=special
+def _set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer whose template does not add two special tokens that of training, `<s> A </s>`, so that
+    `pipeline` and fine-tuning of the saved checkpoint have it. Token types are those of packed pairs."""
+    backend, ids = tokenizer.backend_tokenizer, _role_ids(tokenizer)
+    bos, eos = tokenizer.convert_ids_to_tokens(ids)
+    template = processors.TemplateProcessing(
+        single=[bos, "$A", eos],
+        pair=[bos, "$A", eos, f"{eos}:1", "$B:1", f"{eos}:1"],
+        special_tokens=[(bos, ids[0]), (eos, ids[1])],
     )
-    tokenizer.backend_tokenizer.post_processor = template
-    logger.info(f"Template    {name} adds no special tokens to a text; here it adds {bos} and {eos}, as in training")
+    is_byte_level = isinstance(backend.post_processor, processors.ByteLevel)  # trims offsets
+    backend.post_processor = processors.Sequence([backend.post_processor, template]) if is_byte_level else template
+    logger.info(
+        f"Template    {name} does not add two special tokens to a text; here it adds {bos} and {eos}, as training"
+    )
 
 
 def _warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase, path: Path, name: str) -> None:
@@ -117,9 +113,9 @@ def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
     return getattr(tokenizer, _BERT_NAMES[name]) if token is None and name in _BERT_NAMES else token
 
 
-def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """`bos_id` (begins a block) and `eos_id` (ends a sentence): the two tokens that the template adds around
-    a text; without such a template, `<s>` and `</s>`, or BERT's [CLS] and [SEP]."""
+    a text; without such a template, `<s>` and `</s>`, or BERT's [CLS] and [SEP]; None for a token that is unset."""
     first, last = _template_ids(tokenizer) or _role_ids(tokenizer)
     return {"bos_id": first, "eos_id": last}
 
@@ -131,8 +127,9 @@ def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if len(ids) == 2 else []
 
 
-def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [tokenizer.convert_tokens_to_ids(_special(tokenizer, name)) for name in MLM_TOKENS[:2]]
+def _role_ids(tokenizer: PreTrainedTokenizerBase) -> list[int | None]:
+    tokens = [_special(tokenizer, name) for name in MLM_TOKENS[:2]]
+    return [None if token is None else tokenizer.convert_tokens_to_ids(token) for token in tokens]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import MaskedLMOutput
 
 from roberta_recipe.data import IGNORED
+from roberta_recipe.data.tokenization import boundary_ids
 from roberta_recipe.errors import InputError
 from roberta_recipe.model import architectures, weights
 from roberta_recipe.model.attention import TAKES_4D_MASK, VARLEN, positions_within, unpad
@@ -190,6 +191,12 @@ def build_model(
             f"vocabularies disagree: {source!r} has vocab_size={config.vocab_size} and pad_token_id="
             f"{config.pad_token_id}, the tokenizer {entries} entries and {tokenizer.pad_token_id}; set {size} to "
             f"{entries}, {more}or tokenizer_name to the model's own tokenizer"
+        )
+    in_blocks = (*boundary_ids(tokenizer).values(), tokenizer.mask_token_id)
+    if weights.counts_from_padding(config) and tokenizer.pad_token_id in in_blocks:
+        raise InputError(
+            f"the tokenizer pads with {tokenizer.pad_token!r}, which blocks have too, and the positions of a "
+            f"{config.model_type!r} model skip it: give the tokenizer a pad_token of its own"
         )
     weights.check_length(source, max_seq_length, config)
     if model_name_or_path:

@@ -245,7 +245,7 @@ def _task_results(summary: records.Summary) -> list[EvalResult]:
         EvalResult(
             task_type=dataset["task_type"],
             dataset_type=dataset["hub_id"]
-            or (own if _is_hub_id(own) else f"local/{summary['task']}".replace(" ", "_")),
+            or (own if _is_hub_id(own) else f"local/{re.sub(r'[^a-z0-9]+', '_', dataset['name'].lower()).strip('_')}"),
             dataset_name=dataset["name"],
             dataset_config=dataset["hub_config"] or args.get("dataset_config_name"),
             dataset_split=others.get(metric.rpartition("_")[2], dataset["split"]),

@@ -106,6 +106,8 @@ def read(data_dir: str | None, limit: int | None = None) -> Pairs:
         pairs.setdefault(uid, []).append((row["sentence_good"], row["sentence_bad"]))
     chosen = {uid: pairs[uid][:limit] for uid in PHENOMENON if uid in pairs}
     flat = [pair for rows in chosen.values() for pair in rows]
+    if not flat:
+        raise InputError(f"{data_dir} has no pair of sentences: its *.jsonl are empty")
     return Pairs([good for good, _ in flat], [bad for _, bad in flat], {uid: len(rows) for uid, rows in chosen.items()})
 
 

@@ -45,7 +45,8 @@ def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
     """Linear correlation; nan where one side is constant (as scipy)."""
     a, b = predictions - predictions.mean(), references - references.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale > 0 else float("nan")
+    varies = scale > 0 and np.ptp(predictions) > 0 and np.ptp(references) > 0  # the mean of equal numbers is rounded
+    return float((a * b).sum()) / scale if varies else float("nan")
 
 
 def spearman(predictions: np.ndarray, references: np.ndarray) -> float:

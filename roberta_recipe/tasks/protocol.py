@@ -106,8 +106,6 @@ def check_arguments(
         )
     if (share := training_args.label_smoothing_factor) and not (classifies and share < 1):
         raise InputError(f"label_smoothing_factor={share} must be below 1, and is for classification only")
-    if training_args.eval_strategy == "no":
-        raise InputError("eval_strategy=no: the best epoch is picked on validation; use epoch or steps")
     if training_args.publishes and args.keep == "none":
         raise InputError("keep=none leaves no weights to push: with push_to_hub, use --keep best")
     if training_args.deepspeed_plugin:

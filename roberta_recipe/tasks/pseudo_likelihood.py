@@ -21,6 +21,7 @@ Method = Literal["pll", "within_word"]
 METHODS: tuple[Method, ...] = ("pll", "within_word")
 
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 131_072}  # a CPU's activations should fit in its cache
+_LOGITS_AT_ONCE = 1 << 29  # 2 GB in fp32
 
 
 class Sentences(NamedTuple):
@@ -123,7 +124,9 @@ def log_likelihoods(
     bar = Bar(total=tokens, desc="Scoring", unit=" tokens", unit_scale=True, leave=False, disable=disable_bar)
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=bf16)
     with precision, bar:
-        for turn, batch in enumerate(_batches(groups, tokenizer.mask_token_id, methods, batch_tokens)):
+        for turn, batch in enumerate(
+            _batches(groups, tokenizer.mask_token_id, methods, batch_tokens, model.config.vocab_size)
+        ):
             if turn % processes == process:
                 found = _log_probs(model, batch, call)
                 np.add.at(totals.T, batch.sentence, found[:, None] * batch.counts)
@@ -134,12 +137,12 @@ def log_likelihoods(
 
 
 def _batches(
-    groups: Sequence[Sentences], mask_id: int, methods: Sequence[Method], batch_tokens: int
+    groups: Sequence[Sentences], mask_id: int, methods: Sequence[Method], batch_tokens: int, vocab_size: int
 ) -> Iterator[Copies]:
-    """The masked copies of all groups in batches of about `batch_tokens` tokens."""
+    """The masked copies of all groups in batches of at most `batch_tokens` tokens, and `_LOGITS_AT_ONCE` logits."""
     for group in groups:
         copies = masked_copies(group, mask_id, methods)
-        rows = max(1, batch_tokens // copies.ids.shape[1])
+        rows = max(1, min(batch_tokens // copies.ids.shape[1], _LOGITS_AT_ONCE // vocab_size))
         for first in range(0, len(copies.ids), rows):
             yield Copies(*(column[first : first + rows] for column in copies))
 

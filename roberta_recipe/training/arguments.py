@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedConfig, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import SchedulerType
 
 from roberta_recipe import hardware
 from roberta_recipe.data import MaskingUnit
@@ -121,8 +121,6 @@ class RecipeTrainingArguments(TrainingArguments):
         self.logging_first_step &= self.logging_strategy != "no"
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             raise InputError(f"lr_scheduler_type={self.lr_scheduler_type.value} needs evaluations; use linear, ...")
-        if self.save_strategy == "best":
-            raise InputError("save_strategy=best: use steps, epoch or no; the scripts decide which weights are kept")
         if self.per_device_eval_batch_size < 1:
             raise InputError(f"per_device_eval_batch_size={self.per_device_eval_batch_size} must be at least 1")
         if not (self.gradient_checkpointing_kwargs or {}).get("preserve_rng_state", True):
@@ -184,8 +182,8 @@ class MlmTrainingArguments(RecipeTrainingArguments):
         "start",
     )
     weight_decay: float = setting(0.01, "Table 9; Trainer has 0. None for biases and LayerNorm (fairseq: all).")
-    eval_strategy: IntervalStrategy | str = setting("no", "no or steps: the stream of blocks has no epochs.")
-    save_strategy: SaveStrategy | str = setting("steps", "no or steps: the stream of blocks has no epochs.")
+    eval_strategy: Literal["no", "steps"] = setting("no", "The stream of blocks has no epochs.")
+    save_strategy: Literal["no", "steps"] = setting("steps", "The stream of blocks has no epochs.")
     ddp_find_unused_parameters: bool | None = setting(False, "True if no step uses some weights (Longformer).")
     ignore_data_skip: bool = setting(True, "A resumed run starts reading at the checkpoint's position.")
     accelerator_config: dict | str | None = setting(
@@ -200,9 +198,6 @@ class MlmTrainingArguments(RecipeTrainingArguments):
             raise InputError(
                 f"max_steps={self.max_steps}, num_train_epochs={self.num_train_epochs:g}: set one of them, above 0"
             )
-        for name in ("eval_strategy", "save_strategy"):
-            if getattr(self, name) == "epoch":
-                raise InputError(f"{name}=epoch: the stream of blocks has no epochs; use steps or no")
 
 
 @dataclass
@@ -386,8 +381,10 @@ class FinetuneTrainingArguments(RecipeTrainingArguments):
     replaces: ClassVar[Pairs] = (("num_train_epochs", "max_steps"),)
 
     weight_decay: float = setting(0.1, "Table 10; Trainer has 0.")
-    eval_strategy: str = setting("epoch", "The best epoch is kept.")
-    save_strategy: str = setting("no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway.")
+    eval_strategy: Literal["epoch", "steps"] = setting("epoch", "The best epoch is kept.")
+    save_strategy: Literal["no", "epoch", "steps"] = setting(
+        "no", "Checkpoints to resume from, for long tasks; the best epoch is kept anyway."
+    )
     # None, not 0: fingerprints of older runs lack this flag
     label_smoothing_factor: float | None = setting(None, "Classification: target mass spread over all classes.")
     data_seed: int | None = setting(None, "Seed of the order of the examples; default: each run's seed.")

@@ -249,14 +249,7 @@ def prepare_folder(args: TrainingArguments, extend: bool, token_cache: str | Non
 def _prepare_folder(path: Path, max_steps: float, token_cache: str | None = None) -> None:
     durable.make_folder(path)
     durable.lock(path)
-    if (path / records.RECORD_NAME).exists():
-        advice = "name another folder with --output_dir"
-        record = records.read_record(path / records.RECORD_NAME, ("steps", "stopped_by"), advice)
-        if record["stopped_by"] != records.TIME_LIMIT and record["steps"] >= max_steps:
-            raise InputError(
-                f"output_dir={path} already holds a finished run (make push uploads it): name another folder, or train "
-                "it longer with a higher --max_steps and --resume_despite_changes true (which stretches the schedule)"
-            )
+    check_unfinished(path, max_steps)
     cache = Path(token_cache or os.devnull).resolve()
     entries = [entry for entry in path.iterdir() if entry.resolve() not in (cache, *cache.parents)]
     others = {entry.name for entry in entries if not durable.TEMPORARY.search(entry.name)} - _BEFORE_CHECKPOINT
@@ -266,3 +259,17 @@ def _prepare_folder(path: Path, max_steps: float, token_cache: str | None = None
             "this one away"
         )
     durable.remove_stale(path)
+
+
+def check_unfinished(path: Path, max_steps: float) -> None:
+    """Raise `InputError` if a folder holds a run that ended at `max_steps` or later, unless its time limit ended it."""
+    if not (path / records.RECORD_NAME).exists():
+        return
+    advice = "name another folder with --output_dir"
+    record = records.read_record(path / records.RECORD_NAME, ("steps", "stopped_by"), advice)
+    if record["stopped_by"] != records.TIME_LIMIT and record["steps"] >= max_steps:
+        raise InputError(
+            f"output_dir={path} already holds a finished run (make push uploads it): name another folder, or train it "
+            "longer with a higher --max_steps or --num_train_epochs and --resume_despite_changes true (which stretches "
+            "the schedule)"
+        )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, val
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
 from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
-from roberta_recipe.training.processes import end_together, first_process_first
+from roberta_recipe.training.processes import end_together, first_process_first, on_first_process
 
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
@@ -261,6 +262,8 @@ def derive_steps(args: MlmArguments, training_args: MlmTrainingArguments, reader
         with first_process_first(training_args):  # the other ranks read the chunk index
             blocks = stream.blocks_of_pass(reader, pack=True)
         arguments.derive_steps(training_args, min(blocks, args.max_train_samples or blocks), args.global_batch_size)
+        folder, steps = Path(training_args.output_dir), training_args.max_steps
+        on_first_process(training_args, lambda: checkpoint.check_unfinished(folder, steps))
     return training_args.max_steps
 
 
