@@ -221,14 +221,36 @@ def test_stage_0_is_refused(preset):
 def test_keys_that_a_deepspeed_file_lacks_are_those_of_the_files_here(preset):
     args, _ = _own_file(preset, {}, ["gradient_clipping", "data_types", "communication_data_type"])
     launch_checks.check_deepspeed(args)
-    assert args.deepspeed_plugin.deepspeed_config == _own_file(preset, {})[1]
+    assert args.deepspeed_plugin.deepspeed_config == {**_own_file(preset, {})[1], "zero_force_ds_cpu_optimizer": False}
+
+
+def test_an_offloaded_sgd_is_not_replaced_by_adam(preset):
+    """`accelerate` would, unless told otherwise."""
+    args, _ = _own_file(preset, {"zero_force_ds_cpu_optimizer": True})
+    launch_checks.check_deepspeed(args)  # AdamW
+    args.optim = "sgd"
+    with pytest.raises(InputError, match="zero_force_ds_cpu_optimizer=True vs optim=sgd"):
+        launch_checks.check_deepspeed(args)
+
+
+def test_a_change_of_clipping_reaches_zero(preset, start, tmp_path, deepspeed_ranks):
+    """ZeRO's checkpoints hold the norm."""
+    flags = [*start, "--save_strategy", "steps", "--save_steps", "2"]
+    first = [*flags, "--output_dir", str(tmp_path / "first")]
+    end_well(deepspeed_ranks("zero2", lambda rank: train_mlm.main(["--config", preset, *first]), tmp_path))
+    flags += ["--resume_from_checkpoint", str(tmp_path / "first" / "checkpoint-2"), "--resume_despite_changes", "true"]
+    flags += ["--max_grad_norm", "0.25"]
+    end_well(deepspeed_ranks("zero2", lambda rank: train_mlm.main(["--config", preset, *flags]), tmp_path))
+    (state, _) = sorted((tmp_path / "run" / "checkpoint-4").glob("global_step*/*optim_states.pt"))
+    assert torch.load(state, weights_only=False)["optimizer_state_dict"]["clip_grad"] == 0.25
 
 
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     agreeing = {"train_batch_size": 8, "gradient_clipping": 0.5, "bf16.enabled": False, "fp16.enabled": "auto"}
     args, before = _own_file(preset, agreeing)
     launch_checks.check_deepspeed(args)
-    assert args.deepspeed_plugin.deepspeed_config == before  # "auto" is Trainer's to fill in
+    # "auto" is Trainer's to fill in
+    assert args.deepspeed_plugin.deepspeed_config == {**before, "zero_force_ds_cpu_optimizer": False}
 
 
 def test_keys_that_reorder_the_optimizer_state_are_in_the_layout(preset):

@@ -262,6 +262,8 @@ def test_offload_moves_bytes_to_the_host():
         here, there = memory_of(stage), memory_of(stage, offload_optimizer=True)
         assert here.host == 0 and there.optimizer == there.gradients == 0
         assert there.host > here.optimizer + here.gradients
+        summed = memory_of(stage, offload_optimizer=True, fp32_accumulation=True, precision="bf16")
+        assert summed.gradients == pytest.approx(4 * count / 8 * (stage == 2), abs=8)
     both = memory_of(3, offload_optimizer=True, offload_parameters=True)
     assert both.parameters == 2 * count and both.host == pytest.approx(there.host + 2 * count / 8, abs=8)
 

@@ -136,7 +136,7 @@ def test_lamb_does_not_adapt_to_what_keeps_padding_out(preset, tmp_path):
     assert padded["metrics"]["eval_loss"] == pytest.approx(plain["metrics"]["eval_loss"], rel=0.01)
 
 
-@pytest.mark.parametrize("optim", optimizers.custom_names())
+@pytest.mark.parametrize("optim", [*optimizers.custom_names(), "adagrad"])
 def test_zero_is_refused(optim, preset, monkeypatch):
     (_, args), _ = train_mlm.read_arguments(["--config", preset, "--optim", optim])
     pretraining.check_training(args)

@@ -177,9 +177,10 @@ def test_a_state_of_another_layout_of_deepspeed_or_another_version_is_refused(tm
     for change in ({"processes": 4}, {"zero_stage": 1}, {"zero_stage": None}, {"round_robin_gradients": True}):
         with pytest.raises(InputError, match=f"cannot be converted .{next(iter(change))} was (2|None), is "):
             checkpoint.load_state(tmp_path, {}, {**layout, **change})
-    durable.write_json(tmp_path / "recipe_state.json", {**state, "fingerprint": {"bf16": False}})
-    with pytest.raises(InputError, match=r"cannot be converted .bf16 was False, is True"):
-        checkpoint.load_state(tmp_path, {"bf16": True}, layout, despite_changes=True)
+    for precision in ("bf16", "fp16"):  # fp32's loss scale of 1 would stay
+        durable.write_json(tmp_path / "recipe_state.json", {**state, "fingerprint": {precision: False}})
+        with pytest.raises(InputError, match=rf"cannot be converted .{precision} was False, is True"):
+            checkpoint.load_state(tmp_path, {precision: True}, layout, despite_changes=True)
     durable.write_json(tmp_path / "recipe_state.json", {**state, "version": 1})
     with pytest.raises(InputError, match="was written by another version"):
         checkpoint.load_state(tmp_path, {}, layout)

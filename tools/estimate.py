@@ -198,7 +198,8 @@ def memory_per_gpu(
             gradients = accumulated * (count + zero.reduce_bucket_size)
             if zero.fp32_accumulation and precision == "bf16":  # BF16_Optimizer: no buffer, both gradients
                 gradients = (accumulated + element) * count
-        elif not zero.offload_optimizer:
+        # offloaded at stage 2, sums in fp32 are on the GPU until the step (`_build_compact_grad_partition_buffer`)
+        elif not zero.offload_optimizer or (zero.stage == 2 and half and zero.fp32_accumulation):
             gradients += accumulated * own
         if zero.offload_optimizer:  # plus fp32 and accumulated gradients and, below stage 3, a staging copy
             host += optimizer + (4 + accumulated + (element if zero.stage < 3 else 0)) * own

@@ -158,7 +158,7 @@ def load_state(
     uses_zero = {state["layout"]["zero_stage"], layout_now["zero_stage"]} != {None}
     changed = durable.differences(state["fingerprint"], fingerprint)
     differ = {**changed, **other_layout}
-    names = ("processes", "zero_stage", "bf16", *_STATE_ORDER)
+    names = ("processes", "zero_stage", "bf16", "fp16", *_STATE_ORDER)
     if uses_zero and (fixed := [differ[name] for name in names if name in differ]):
         raise InputError(
             f"{checkpoint} has DeepSpeed's optimizer state, which cannot be converted ({'; '.join(fixed)}): {fix}"

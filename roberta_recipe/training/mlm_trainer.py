@@ -81,6 +81,8 @@ class MlmTrainer(DurableTrainer):
         checkpoint, if a change was allowed."""
         if self.resumed.get("changed"):
             optimizers.restore_hyperparameters(self.optimizer, self.lr_scheduler, self.hyperparameters)
+            if self.is_deepspeed_enabled:  # part of ZeRO's state
+                self.optimizer.optimizer.clip_grad = self.args.max_grad_norm
         if self.args.process_index == 0 and self.text_reader and not self.train_dataset.limit:
             self.warn_of_tokenization()
         super()._run_epoch(**kwargs)

@@ -137,7 +137,11 @@ TABLE = {
     "adamw_torch_fused": Optimizer(2),
     "adafactor": Optimizer(0, breaks_under_zero="the matrices whose rows and columns Adafactor uses"),  # few numbers
     "sgd": Optimizer(0, {"momentum": float, "dampening": float, "nesterov": bool}),
-    "adagrad": Optimizer(1, {"lr_decay": float, "eps": float}),
+    "adagrad": Optimizer(
+        1,
+        {"lr_decay": float, "eps": float},
+        breaks_under_zero="the parameter groups that torch's Adagrad is built with",
+    ),
     "rmsprop": Optimizer(1, {"momentum": float, "alpha": float, "eps": float, "centered": bool}),
     "lamb": Optimizer(2, {}, _lamb, "You et al. 2020; ALBERT", breaks_under_zero="the tensors whose norms LAMB uses"),
     "muon": Optimizer(
