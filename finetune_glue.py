@@ -40,7 +40,7 @@ from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.settings import Pairs, names_in, setting, value_of
 from roberta_recipe.tasks import glue, glue_scores, own_task, protocol, qnli_ranking, summaries, wnli, wsc
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 from roberta_recipe.training.finetune_trainer import compact, padded_to, validation_scores
 
 TASKS = glue.TASKS
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> Summary:
     # 6. The test set, in the server's format.
     if training_args.do_predict and training_args.process_index == 0:
         write_submission(args, task, job, form, data, runs, summary, folder)
-    processes.leave_process_group()
+    launching.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

@@ -33,7 +33,7 @@ from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary, picked_setting
 from roberta_recipe.settings import Pairs, setting
 from roberta_recipe.tasks import ner, own_task, protocol, summaries
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 
 DEFAULT = "presets/ner/own.yaml"
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> Summary:
     if training_args.process_index == 0:
         (best,) = [run for run in runs if str(run.output_dir) == picked_setting(summary)["best_run"]]
         write_predictions(best, job, windows)
-    processes.leave_process_group()
+    launching.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

@@ -30,7 +30,7 @@ from roberta_recipe.publishing import hub, plots
 from roberta_recipe.record import CURVE_NAME, Summary
 from roberta_recipe.settings import setting
 from roberta_recipe.tasks import protocol, race, summaries
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 from roberta_recipe.training.finetune_trainer import padded_to
 
 DEFAULT = "presets/race/paper.yaml"
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> Summary:
         plots.plot_runs(records, job.metric, folder / CURVE_NAME)
         paper = ", ".join(f"{name} {score}" for name, score in race.PAPER.items())
         print(summaries.table(summary, f"RoBERTa-large, test set: {paper} (Table 7)", tuple(records[0]["metrics"])))
-    processes.leave_process_group()
+    launching.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

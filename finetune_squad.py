@@ -34,7 +34,7 @@ from roberta_recipe.record import CURVE_NAME, Baseline, Summary
 from roberta_recipe.settings import setting, value_of
 from roberta_recipe.tasks import protocol, squad, squad_files, squad_scores, summaries
 from roberta_recipe.tasks.answerability import joint_class
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 from roberta_recipe.training.finetune_trainer import padded_to, validation_scores
 
 FILES = {"train": "train-v{}.json", "validation": "dev-v{}.json"}  # official names, in data_dir
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> Summary:
     """Run the command line `argv`; returns the summary of the task. Raises `InputError` and `RunError`."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line.
     (args, training_args), resolved = read_arguments(argv)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> Summary:
         for run in runs:
             write_predictions(args, run.output_dir, data["validation"], windows["validation"])
         print(f"predictions {folder}/*/predictions.json, nbest_predictions.json")
-    processes.leave_process_group()
+    launching.leave_process_group()
     if publisher:
         publisher.push(folder, f"Best of {counted(len(runs), 'run')}")
     return summary

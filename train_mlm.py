@@ -46,7 +46,7 @@ from roberta_recipe.model import weights
 from roberta_recipe.model.masked_lm import MaskedLmMixin, flops_per_token
 from roberta_recipe.publishing import hub, plots
 from roberta_recipe.settings import shown_names, value_of
-from roberta_recipe.training import checkpoint, launch_checks, pretraining, processes
+from roberta_recipe.training import checkpoint, launching, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from roberta_recipe.training.pretraining import DEMONSTRATION, MlmArguments, MlmTrainingArguments
 from roberta_recipe.training.stopping import Stopping
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     """Run the command line `argv`; returns the run record. Raises `InputError`, `RunError`."""
     argv, started_s = (sys.argv[1:] if argv is None else argv), time.monotonic()
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
 
     # 1. Arguments: dataclass < preset < command line, checked.
     (args, training_args), resolved = read_arguments(argv)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     publisher = hub.publisher(training_args)
 
     # 2. Corpus, tokenizer, model; mismatches are reported before training.
-    with processes.first_process_first(training_args):  # other ranks reuse its corpus and hashes
+    with launching.first_process_first(training_args):  # other ranks reuse its corpus and hashes
         corpus = pretraining.resolve_corpus(args)
         announce_preset(argv, corpus)
         corpus = corpora.hash_files(corpus, cache_folder=args.token_cache or training_args.output_dir)
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> records.PretrainingRecord:
     )
     if trainer.is_world_process_zero():
         write_results(record, args, training_args.output_dir)
-    processes.leave_process_group()
+    launching.leave_process_group()
     if not math.isfinite(metrics["eval_loss"]):
         raise RunError(f"the validation loss is {metrics['eval_loss']}: lower learning_rate or use a longer warm-up")
     if publisher:
@@ -161,7 +161,7 @@ def check_arguments(args: MlmArguments, training_args: MlmTrainingArguments) -> 
     pretraining.check_training(training_args)
     pretraining.check_cooldown(args, training_args)
     pretraining.derive(args, training_args)
-    launch_checks.check_deepspeed(training_args)
+    launching.check_deepspeed(training_args)
     checkpoint.prepare_folder(training_args, args.resume_despite_changes, args.token_cache)
 
 
@@ -235,7 +235,7 @@ def build_blocks(
         process=training_args.process_index,
         start=resumed["position"] if resumed else 0,
         # rank 0's: on a shared file system, other ranks may read a stale list
-        skipped=processes.on_first_process(
+        skipped=launching.on_first_process(
             training_args, lambda: pretraining.skipped_blocks(args, training_args, resumed, reader)
         ),
         limit=args.max_train_samples,

@@ -22,7 +22,7 @@ import train_mlm
 from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.model.masked_lm import build_model
-from roberta_recipe.training import checkpoint, launch_checks
+from roberta_recipe.training import checkpoint, launching
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 LAUNCH_FILES = sorted((ROOT / "ds_configs" / "accelerate").glob("*.yaml"))
@@ -174,7 +174,7 @@ def test_the_preset_sets_the_precision(preset, monkeypatch):
 
 def test_a_deepspeed_configuration_comes_by_the_launch_file(preset):
     with pytest.raises(InputError, match=r"zero2\.json: use a launch file"):
-        launch_checks.check_deepspeed(_with(preset, deepspeed="ds_configs/zero2.json")[1])
+        launching.check_deepspeed(_with(preset, deepspeed="ds_configs/zero2.json")[1])
 
 
 CONTRADICTIONS = {  # key -> a value, and the flag with its value as `_own_file` has them
@@ -205,7 +205,7 @@ def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
     for keys in [*((key,) for key in CONTRADICTIONS), tuple(CONTRADICTIONS)]:
         args, _ = _own_file(preset, {key: CONTRADICTIONS[key][0] for key in keys})
         with pytest.raises(InputError) as raised:
-            launch_checks.check_deepspeed(args)
+            launching.check_deepspeed(args)
         for key, (value, flag) in CONTRADICTIONS.items():
             assert (f"{key}={value} vs hf {flag}" in str(raised.value)) == (key in keys), (keys, raised.value)
         for section in ("optimizer", "scheduler"):
@@ -215,22 +215,22 @@ def test_each_value_that_contradicts_a_flag_is_named_and_all_at_once(preset):
 
 def test_stage_0_is_refused(preset):
     with pytest.raises(InputError, match="zero_stage=0 shards nothing"):
-        launch_checks.check_deepspeed(_own_file(preset, {"zero_optimization.stage": 0})[0])
+        launching.check_deepspeed(_own_file(preset, {"zero_optimization.stage": 0})[0])
 
 
 def test_keys_that_a_deepspeed_file_lacks_are_those_of_the_files_here(preset):
     args, _ = _own_file(preset, {}, ["gradient_clipping", "data_types", "communication_data_type"])
-    launch_checks.check_deepspeed(args)
+    launching.check_deepspeed(args)
     assert args.deepspeed_plugin.deepspeed_config == {**_own_file(preset, {})[1], "zero_force_ds_cpu_optimizer": False}
 
 
 def test_an_offloaded_sgd_is_not_replaced_by_adam(preset):
     """`accelerate` would, unless told otherwise."""
     args, _ = _own_file(preset, {"zero_force_ds_cpu_optimizer": True})
-    launch_checks.check_deepspeed(args)  # AdamW
+    launching.check_deepspeed(args)  # AdamW
     args.optim = "sgd"
     with pytest.raises(InputError, match="zero_force_ds_cpu_optimizer=True vs optim=sgd"):
-        launch_checks.check_deepspeed(args)
+        launching.check_deepspeed(args)
 
 
 def test_a_change_of_clipping_reaches_zero(preset, start, tmp_path, deepspeed_ranks):
@@ -248,7 +248,7 @@ def test_a_change_of_clipping_reaches_zero(preset, start, tmp_path, deepspeed_ra
 def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     agreeing = {"train_batch_size": 8, "gradient_clipping": 0.5, "bf16.enabled": False, "fp16.enabled": "auto"}
     args, before = _own_file(preset, agreeing)
-    launch_checks.check_deepspeed(args)
+    launching.check_deepspeed(args)
     # "auto" is Trainer's to fill in
     assert args.deepspeed_plugin.deepspeed_config == {**before, "zero_force_ds_cpu_optimizer": False}
 

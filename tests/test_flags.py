@@ -24,7 +24,7 @@ from roberta_recipe.errors import InputError
 from roberta_recipe.input_files import ROOT
 from roberta_recipe.settings import Flag, fixed_values, flags_of, values_of
 from roberta_recipe.tasks import protocol
-from roberta_recipe.training import launch_checks, optimizers, pretraining
+from roberta_recipe.training import launching, optimizers, pretraining
 from roberta_recipe.training.arguments import FinetuneTrainingArguments, MlmTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -261,7 +261,7 @@ def test_a_launcher_that_contradicts_the_preset_is_refused(preset, monkeypatch, 
     (_, training_args), _ = train_mlm.read_arguments(["--config", preset])
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
-        launch_checks.check(training_args)
+        launching.check_launch(training_args)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_each_process_has_a_gpu(preset, monkeypatch, processes, launcher, world,
     if launcher:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
     with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
-        launch_checks.check(gpu)
+        launching.check_launch(gpu)
 
 
 # Optimizer and schedule

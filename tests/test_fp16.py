@@ -21,7 +21,7 @@ from transformers import Trainer
 import train_mlm
 from roberta_recipe import durable
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.training import checkpoint, durable_trainer, launch_checks
+from roberta_recipe.training import checkpoint, durable_trainer, launching
 
 LOGGED = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "loss_scale", "digest")
 SAVING = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "6"]
@@ -64,7 +64,7 @@ def fp16_on_cpu(patch, overflow):
     patch(accelerate.Accelerator, "backward", overflowing)
     patch(Trainer, "training_step", training_step)
     patch(durable_trainer.DurableTrainer, "loss_of_batch", loss_of_batch)
-    patch(launch_checks, "check", lambda args: None)
+    patch(launching, "check", lambda args: None)
 
 
 @pytest.fixture
@@ -260,6 +260,6 @@ def test_precision_is_never_silently_another(preset, monkeypatch):
     gpu = types.SimpleNamespace(bf16=True, fp16=False, device=torch.device("cuda"), dataloader_num_workers=0)
     vars(gpu).update(world_size=1, n_gpu=1, torch_compile_backend=None)
     with pytest.raises(InputError, match="bf16=true: Tesla V100 has no bf16, only emulation: use --fp16 true"):
-        launch_checks.check(gpu)
+        launching.check_launch(gpu)
     gpu.bf16, gpu.fp16 = False, True
-    launch_checks.check(gpu)
+    launching.check_launch(gpu)

@@ -11,7 +11,7 @@ import pytest
 import train_mlm
 from roberta_recipe import log
 from roberta_recipe.log import Bar
-from roberta_recipe.training import mlm_trainer, progress
+from roberta_recipe.training import mlm_trainer, monitor
 from tools import pack
 
 
@@ -51,10 +51,10 @@ def test_short_parts_and_terminals_have_no_line(lines):
 
 def test_the_eta_of_several_runs_has_them_all(monkeypatch):
     now = types.SimpleNamespace(s=0.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(monitor, "time", types.SimpleNamespace(monotonic=lambda: now.s))
     state = types.SimpleNamespace(global_step=0, max_steps=11, is_world_process_zero=False)
     for steps_after, said in ((0, "ETA 50 s"), (22, "ETA 50 s, all runs 4 min")):
-        line, state.global_step, now.s = progress.Progress(steps_after), 0, 0.0
+        line, state.global_step, now.s = monitor.Progress(steps_after), 0, 0.0
         line.on_train_begin(None, state, None)
         for state.global_step in range(1, 7):
             line.on_step_end(None, state, None)
@@ -64,7 +64,7 @@ def test_the_eta_of_several_runs_has_them_all(monkeypatch):
 
 
 def test_a_count_in_a_line_has_all_its_digits():
-    line, state = progress.Progress(), types.SimpleNamespace(global_step=5, max_steps=10)
+    line, state = monitor.Progress(), types.SimpleNamespace(global_step=5, max_steps=10)
     shown = line._line(state, {"eval_f1": 0.81234, "eval_total": 11873, "eval_loss": 0.5})
     assert shown == "step 5/10  validation  f1 0.8123  total 11,873  loss 0.5"
 

@@ -22,7 +22,7 @@ def functions(script):
 
 def calls_into_the_library(node):
     """Calls such as `protocol.run_all`, in source order, without calls to the task's own module."""
-    shared = ("set_up_logging", "processes", "hub", "tokenization", "protocol", "plots", "publisher")
+    shared = ("set_up_logging", "launching", "hub", "tokenization", "protocol", "plots", "publisher")
     found = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(found, key=lambda call: (call.lineno, call.col_offset))]
     return [name for name in names if name.partition(".")[0] in shared]

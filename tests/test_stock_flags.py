@@ -14,7 +14,7 @@ import finetune_squad
 import train_mlm
 from roberta_recipe import stock_flags
 from roberta_recipe.errors import InputError, library_errors
-from roberta_recipe.training import launch_checks
+from roberta_recipe.training import launching
 
 # Fields of the argument classes in examples/pytorch of huggingface/transformers: run_mlm.py at a22a4378 (4.49),
 # run_qa.py at 03ea97ae (4.55), run_glue.py at 242e7fc6 (4.34), run_swag.py at 0055f834 (4.20) with the `token` and
@@ -191,7 +191,7 @@ def test_more_data_workers_than_a_machine_can_run_are_refused(preset):
     """Without starting them: Python would fork them all."""
     (_, training_args), _ = train_mlm.read_arguments(["--config", preset, "--dataloader_num_workers", "100000"])
     with pytest.raises(InputError, match="dataloader_num_workers=100000: each is a process"):
-        launch_checks.check(training_args)
+        launching.check_launch(training_args)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import finetune_glue
 import finetune_race
 import finetune_squad
 from roberta_recipe.tasks import race
-from roberta_recipe.training import finetune_trainer, throughput
+from roberta_recipe.training import finetune_trainer, monitor
 from roberta_recipe.training.arguments import FinetuneTrainingArguments
 
 SHAPE = {
@@ -36,7 +36,7 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("family", throughput.BERT_LIKE)
+@pytest.mark.parametrize("family", monitor.BERT_LIKE)
 def test_the_formula_is_what_torch_counts(family):
     """Forward and backward of each family's layers by torch's FLOP counter, without embeddings and heads."""
     config = AutoConfig.for_model(family, **SHAPE, attn_implementation="eager")
@@ -50,13 +50,13 @@ def test_the_formula_is_what_torch_counts(family):
         # ALBERT's encoder widens its embeddings
         widened = sum(flops for name, flops in of_encoder.items() if name.endswith("embedding_hidden_mapping_in"))
         counted += next(flops for name, flops in of_encoder.items() if name.endswith(".encoder")) - widened
-    formula = throughput.encoder_flops(config, sum(lengths), sum(length**2 for length in lengths))
+    formula = monitor.encoder_flops(config, sum(lengths), sum(length**2 for length in lengths))
     assert formula == pytest.approx(counted, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["deberta-v2", "distilbert", "modernbert", "xlnet", "longformer"])
 def test_another_family_has_no_figure(family):
-    assert throughput.encoder_flops(AutoConfig.for_model(family), 100, 1000) is None
+    assert monitor.encoder_flops(AutoConfig.for_model(family), 100, 1000) is None
 
 
 @pytest.fixture
@@ -84,15 +84,15 @@ class Tracker(transformers.TrainerCallback):
 def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_path, capsys, monkeypatch):
     """For the steps between two log lines: FLOPs of their tokens by the formula / time without evaluations."""
     rates, counted = iter((1e8, 5e10)), []  # the threads of a process that begins may share a core
-    throughput._probe.cache_clear()
-    monkeypatch.setattr(throughput, "matrix_rate", lambda device, dtype: next(rates))
-    count = throughput.Throughput.count
-    monkeypatch.setattr(throughput.Throughput, "count", lambda self, *of: counted.append(of) or count(self, *of))
+    monitor._probe.cache_clear()
+    monkeypatch.setattr(monitor, "matrix_rate", lambda device, dtype: next(rates))
+    count = monitor.Throughput.count
+    monkeypatch.setattr(monitor.Throughput, "count", lambda self, *of: counted.append(of) or count(self, *of))
     monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda names: [Tracker])
     finetune_glue.main(flags)
     assert {"loss", "tokens_per_second", "mfu"} <= Tracker.seen
-    assert throughput._probe.cache_info().misses == 2  # in two seeds
-    throughput._probe.cache_clear()
+    assert monitor._probe.cache_info().misses == 2  # in two seeds
+    monitor._probe.cache_clear()
     assert capsys.readouterr().err.count("GFLOP/s in fp32") == 2
     for seed in (1, 2):
         run = tmp_path / "rte" / f"lr2e-05-batch8-seed{seed}"
@@ -104,7 +104,7 @@ def test_utilisation_is_in_the_log_and_the_machine_is_probed_twice(flags, tmp_pa
         assert record["matrix_rate"] == 5e10
         assert record["tokens_per_second"] == sorted(entry["tokens_per_second"] for entry in losses)[2]
     tokens, flops = np.sum(counted[: len(counted) // 2], axis=0)
-    assert tokens == record["tokens_seen"] and flops > tokens * throughput.encoder_flops(
+    assert tokens == record["tokens_seen"] and flops > tokens * monitor.encoder_flops(
         AutoConfig.from_pretrained(tmp_path / "model"), 1, 1
     )
 
@@ -126,8 +126,8 @@ def test_token_batches_hold_all_features_once_within_tokens_and_padding(lengths,
 
 def test_an_evaluation_before_the_first_step_takes_no_time_of_training(monkeypatch, tmp_path):
     now = iter([10.0, 40.0, 50.0, 54.0, 54.0])
-    monkeypatch.setattr(throughput.time, "monotonic", lambda: next(now))
-    clock = throughput.Throughput(FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: next(now))
+    clock = monitor.Throughput(FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with clock.timing("excluded"):
         pass
     clock.on_step_begin(None, None, None)

@@ -34,8 +34,8 @@ from roberta_recipe.errors import InputError, RunError, exit_on_error
 from roberta_recipe.publishing import hub
 from roberta_recipe.record import LISTS_NAME
 from roberta_recipe.settings import dump_yaml, load_yaml
+from roberta_recipe.training.launching import end_together, first_process_first
 from roberta_recipe.training.mlm_trainer import MlmTrainer
-from roberta_recipe.training.processes import end_together, first_process_first
 from tools import estimate
 
 

@@ -18,7 +18,7 @@ from roberta_recipe import record as records
 from roberta_recipe.data import docstrings, masking, tokenizer_training
 from roberta_recipe.data.corpus import resolve
 from roberta_recipe.errors import InputError, RunError
-from roberta_recipe.training import batch, checkpoint, pretraining, processes
+from roberta_recipe.training import batch, checkpoint, launching, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 from tools import evaluate, pack
 
@@ -30,7 +30,7 @@ def test_the_commit_is_that_of_the_recipe_alone(tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=True)
     monkeypatch.setattr(records, "ROOT", tmp_path.resolve())
     records.git_commit.cache_clear()
-    processes.set_up_process()
+    launching.set_up_process()
     commit = records.git_commit()
     assert re.fullmatch("[0-9a-f]{40}", commit)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "while it trains"], check=True)

@@ -32,7 +32,7 @@ from roberta_recipe.publishing import blimp_table, plots
 from roberta_recipe.publishing.tables import markdown_table
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.tasks import blimp, pseudo_likelihood
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 
 CHART_NAME = "blimp.png"
 
@@ -144,7 +144,7 @@ def plot(record: records.BlimpRecord, path: Path) -> None:
 def main(argv: list[str] | None = None) -> records.BlimpRecord:
     """Run the command line `argv`; prints the tables and returns the record. Raises `InputError`."""
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
     args, started_s = parse(argv), time.monotonic()
     if args.output_dir.exists():
         durable.make_folder(args.output_dir)  # before the work: raises for a file

@@ -32,7 +32,7 @@ from roberta_recipe.input_files import resolve_path
 from roberta_recipe.log import counted, duration, set_up_logging
 from roberta_recipe.model import architectures, masked_lm, objectives, weights
 from roberta_recipe.settings import did_you_mean, setting
-from roberta_recipe.training import batch, launch_checks, optimizers, pretraining
+from roberta_recipe.training import batch, launching, optimizers, pretraining
 from tools.devices import DEVICES, Device
 
 MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", "bert", "albert")  # the same layer shapes
@@ -411,7 +411,7 @@ def read_estimate(argv: list[str]) -> Estimate:
         max_steps=training_args.max_steps,
         precision="bf16" if bf16 else "fp16" if training_args.fp16 else "fp32",
         zero=Zero.from_deepspeed(
-            launch_checks.DEEPSPEED_DEFAULTS | (plugin.deepspeed_config if plugin else {}), config.hidden_size
+            launching.DEEPSPEED_DEFAULTS | (plugin.deepspeed_config if plugin else {}), config.hidden_size
         ),
         activation_checkpointing=bool(training_args.gradient_checkpointing),
         objective=tuple(args.objective),

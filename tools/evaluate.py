@@ -27,7 +27,7 @@ from roberta_recipe.model import masked_lm
 from roberta_recipe.record import PRESET_NAME, SourceMetrics
 from roberta_recipe.settings import names_in, value_of
 from roberta_recipe.tasks import blimp
-from roberta_recipe.training import pretraining, processes
+from roberta_recipe.training import launching, pretraining
 from roberta_recipe.training.mlm_trainer import MlmTrainer
 
 
@@ -45,7 +45,7 @@ def preset_of(argv: list[str]) -> tuple[str, set[str]]:
 def main(argv: list[str] | None = None) -> tuple[dict[str, float], dict[str, SourceMetrics]]:
     """Run the command line `argv`; returns the overall metrics and those of each source. Raises `InputError`."""
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
     argv = sys.argv[1:] if argv is None else argv
     with tempfile.TemporaryDirectory() as folder:  # Trainer makes its folder
         return evaluate([*argv, "--report_to", "none", "--output_dir", folder])
@@ -68,7 +68,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     pretraining.check_data(args)
     pretraining.check_training(training_args)
     pretraining.derive(args, training_args)
-    with processes.first_process_first(training_args):
+    with launching.first_process_first(training_args):
         corpus = pretraining.resolve_corpus(args)
         if args.token_cache:
             corpus = hash_files(corpus, cache_folder=args.token_cache)
@@ -93,7 +93,7 @@ def evaluate(argv: list[str]) -> tuple[dict[str, float], dict[str, SourceMetrics
     metrics, by_source = trainer.evaluate(), trainer.evaluate_sources(corpus, validation)
     if trainer.is_world_process_zero():
         pretraining.print_validation(metrics, masking.unigram_entropy(validation, tokenizer), by_source)
-    processes.leave_process_group()
+    launching.leave_process_group()
     return metrics, by_source
 
 

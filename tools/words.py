@@ -41,7 +41,7 @@ from roberta_recipe.model import weights
 from roberta_recipe.settings import RecipeParser
 from roberta_recipe.standard_error import error_of_ratio, with_error
 from roberta_recipe.tasks import pseudo_likelihood
-from roberta_recipe.training import processes
+from roberta_recipe.training import launching
 
 SHARE = 0.15  # of a window's words
 WINDOW = 64  # words
@@ -287,7 +287,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the command line `argv`; prints and returns the metrics. Raises `InputError`."""
     set_up_logging()
-    processes.set_up_process()
+    launching.set_up_process()
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.output:
         durable.check_output_file(Path(args.output))

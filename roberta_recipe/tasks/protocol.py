@@ -25,7 +25,7 @@ from roberta_recipe.model import attention, weights
 from roberta_recipe.settings import fixed_values, names_in, parse, shown_names, value_of
 from roberta_recipe.tasks import summaries
 from roberta_recipe.tasks.summaries import Run
-from roberta_recipe.training import arguments, batch, checkpoint, finetune_trainer, launch_checks, optimizers
+from roberta_recipe.training import arguments, batch, checkpoint, finetune_trainer, launching, optimizers
 from roberta_recipe.training.arguments import FinetuneArguments, FinetuneTrainingArguments
 from roberta_recipe.training.finetune_trainer import FinetuneTrainer
 
@@ -111,7 +111,7 @@ def check_arguments(
     if training_args.deepspeed_plugin:
         raise InputError("fine-tuning runs without DeepSpeed: start it with ds_configs/accelerate/one_gpu.yaml")
     weights.check_length(args.model_name_or_path, args.max_seq_length)
-    launch_checks.check(training_args)
+    launching.check_launch(training_args)
     optimizers.check(training_args)
 
 

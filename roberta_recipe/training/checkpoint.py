@@ -24,7 +24,7 @@ from roberta_recipe.input_files import read_input_json
 from roberta_recipe.log import counted, logger
 from roberta_recipe.settings import values_of
 from roberta_recipe.training import optimizers
-from roberta_recipe.training.processes import on_first_process
+from roberta_recipe.training.launching import on_first_process
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer

@@ -28,9 +28,8 @@ from roberta_recipe.log import listed, logger
 from roberta_recipe.model import weights
 from roberta_recipe.record import LOG_NAME, finite
 from roberta_recipe.training import checkpoint, optimizers
-from roberta_recipe.training.progress import Progress
+from roberta_recipe.training.monitor import Progress, Throughput
 from roberta_recipe.training.stopping import Stopping
-from roberta_recipe.training.throughput import Throughput
 
 MAX_SKIPPED_STEPS = 32  # in a row: 16 halvings take the loss scale from 2^16 to 1
 

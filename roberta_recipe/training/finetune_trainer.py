@@ -20,7 +20,7 @@ from roberta_recipe.model.task_heads import layer_learning_rates
 from roberta_recipe.record import BEST_NAME, loss_at_steps
 from roberta_recipe.training.data_workers import ignore_signals_in_workers
 from roberta_recipe.training.durable_trainer import DurableTrainer
-from roberta_recipe.training.throughput import encoder_flops
+from roberta_recipe.training.monitor import encoder_flops
 
 SCORES, WEIGHTS = "validation_scores.npy", "model.safetensors"  # in the folder of the best epoch
 _BATCHES_SORTED_TOGETHER = 50

@@ -29,9 +29,9 @@ from roberta_recipe.model import attention, initialization, masked_lm, objective
 from roberta_recipe.record import SourceMetrics
 from roberta_recipe.settings import fixed_values, flags_of, names_in, parse, value_of, values_of
 from roberta_recipe.standard_error import decimals_of, perplexity_with_error, with_error
-from roberta_recipe.training import arguments, checkpoint, launch_checks, optimizers, stopping
+from roberta_recipe.training import arguments, checkpoint, launching, optimizers, stopping
 from roberta_recipe.training.arguments import MlmArguments, MlmTrainingArguments
-from roberta_recipe.training.processes import end_together, first_process_first, on_first_process
+from roberta_recipe.training.launching import end_together, first_process_first, on_first_process
 
 DEMONSTRATION = "presets/mlm/demonstration.yaml"
 CONTINUE = "presets/mlm/continue.yaml"
@@ -146,7 +146,7 @@ def check_training(training_args: MlmTrainingArguments) -> None:
     schedule that cannot be built."""
     if training_args.output_dir == "trainer_output":  # Trainer's default
         raise InputError("output_dir is not set: name a folder for checkpoint, run record and plot")
-    launch_checks.check(training_args)
+    launching.check_launch(training_args)
     optimizers.check(training_args)
 
 

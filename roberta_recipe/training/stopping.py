@@ -31,7 +31,7 @@ from roberta_recipe.launcher import resume_hint
 from roberta_recipe.log import is_first_process, logger
 from roberta_recipe.record import SKIPPED_NAME, TIME_LIMIT, finite
 from roberta_recipe.training.checkpoint import newest_first, step_of
-from roberta_recipe.training.processes import leave_process_group, on_first_process
+from roberta_recipe.training.launching import leave_process_group, on_first_process
 
 if TYPE_CHECKING:
     from roberta_recipe.training.durable_trainer import DurableTrainer
