@@ -336,7 +336,7 @@ def check_mapping(
             checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
             wanted = " or ".join(each["msg"].removeprefix("Input should be ") for each in error.errors())
-            is_unquoted = ("string" in wanted or "'" in wanted) and value is not None and not isinstance(value, str)
+            is_unquoted = ("string" in wanted and value is not None) or ("'" in wanted and isinstance(value, bool))
             quote = "; put it in quotes, or YAML takes it for something else" if is_unquoted else ""
             raise InputError(f"{where}: {key} is {value!r}, and must be {wanted}{quote}") from None
     return checked

@@ -529,7 +529,13 @@ def test_a_corpus_must_hold_out_a_document(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "names", [["train-0.txt", "test-0.txt"], ["train/test.txt", "validation/b.txt"], ["data/train.txt", "data/dev.txt"]]
+    "names",
+    [
+        ["train-0.txt", "test-0.txt"],
+        ["train/test.txt", "validation/b.txt"],
+        ["data/train.txt", "data/dev.txt"],
+        ["train-data/a.txt", "test-data/b.txt"],
+    ],
 )
 def test_a_folder_with_several_splits_is_refused(tmp_path, names):
     """As a data set downloaded from the Hub has, whose test set would be trained on."""

@@ -221,15 +221,22 @@ def test_stage_0_is_refused(preset):
 def test_keys_that_a_deepspeed_file_lacks_are_those_of_the_files_here(preset):
     args, _ = _own_file(preset, {}, ["gradient_clipping", "data_types", "communication_data_type"])
     launching.check_deepspeed(args)
-    assert args.deepspeed_plugin.deepspeed_config == {**_own_file(preset, {})[1], "zero_force_ds_cpu_optimizer": False}
+    assert args.deepspeed_plugin.deepspeed_config == _own_file(preset, {})[1]
 
 
 def test_an_offloaded_sgd_is_not_replaced_by_adam(preset):
     """`accelerate` would, unless told otherwise."""
-    args, _ = _own_file(preset, {"zero_force_ds_cpu_optimizer": True})
+    key, offload = "zero_force_ds_cpu_optimizer", {"zero_optimization.offload_optimizer.device": "cpu"}
+    for values, is_set in (({}, False), (offload, True)):
+        args, _ = _own_file(preset, values)
+        args.optim = "sgd"
+        launching.check_deepspeed(args)
+        assert (args.deepspeed_plugin.deepspeed_config.get(key) is False) == is_set
+    args, before = _own_file(preset, {**offload, key: True})
     launching.check_deepspeed(args)  # AdamW
+    assert args.deepspeed_plugin.deepspeed_config == before
     args.optim = "sgd"
-    with pytest.raises(InputError, match="zero_force_ds_cpu_optimizer=True vs optim=sgd"):
+    with pytest.raises(InputError, match=f"{key}=True vs optim=sgd .set it to false"):
         launching.check_deepspeed(args)
 
 
@@ -249,8 +256,7 @@ def test_a_deepspeed_file_that_agrees_is_taken_as_it_is(preset):
     agreeing = {"train_batch_size": 8, "gradient_clipping": 0.5, "bf16.enabled": False, "fp16.enabled": "auto"}
     args, before = _own_file(preset, agreeing)
     launching.check_deepspeed(args)
-    # "auto" is Trainer's to fill in
-    assert args.deepspeed_plugin.deepspeed_config == {**before, "zero_force_ds_cpu_optimizer": False}
+    assert args.deepspeed_plugin.deepspeed_config == before  # "auto" is Trainer's to fill in
 
 
 def test_keys_that_reorder_the_optimizer_state_are_in_the_layout(preset):

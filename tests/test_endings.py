@@ -161,7 +161,10 @@ def test_a_time_limit_ends_a_run_that_the_same_command_continues(preset, tmp_pat
 def test_a_finished_run_is_extended_by_saying_so(preset, tmp_path):
     train(preset, *SAVING)
     for refused in (["--max_steps", 20], ["--resume_despite_changes", "true"]):
-        with pytest.raises(InputError, match=r"finished run.*higher --max_steps and --resume_despite_changes true"):
+        with pytest.raises(
+            InputError,
+            match=r"finished run.*higher --max_steps or --num_train_epochs and --resume_despite_changes true",
+        ):
             train(preset, *SAVING, *refused)
     record = train(preset, *SAVING, "--max_steps", 20, "--resume_despite_changes", "true")
     assert record["steps"] == 20 and record["resumes"] == 1

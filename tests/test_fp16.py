@@ -64,7 +64,7 @@ def fp16_on_cpu(patch, overflow):
     patch(accelerate.Accelerator, "backward", overflowing)
     patch(Trainer, "training_step", training_step)
     patch(durable_trainer.DurableTrainer, "loss_of_batch", loss_of_batch)
-    patch(launching, "check", lambda args: None)
+    patch(launching, "check_launch", lambda args: None)
 
 
 @pytest.fixture

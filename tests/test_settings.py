@@ -148,6 +148,7 @@ def test_merge_keys_of_yaml(tmp_path):
         ("train_file: a.txt", ["train_file", "'a.txt'", "list"]),
         ("train_file: [1]", ["train_file", "[1]", "string"]),
         ("run_name: no", ["run_name is False", "put it in quotes"]),
+        ("save_strategy: no", ["save_strategy is False, and must be 'no' or 'steps'; put it in quotes"]),
         ("seed: 1\nseed: 2", ["seed", "twice"]),
         ("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}", ["'y'", "twice"]),
         ("- a\n- b", ["key: value"]),

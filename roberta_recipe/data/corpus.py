@@ -231,7 +231,9 @@ def _local_paths(path: Path) -> list[str]:
         splits = {found[0]: one for one, parts in names if (found := _SPLIT.match(parts[0]) or _SPLIT.match(parts[-1]))}
         if "train" in splits and len(splits) > 1:
             example = Path(splits["train"])
-            named = path / "train/**" if (path / "train").is_dir() else example.parent / f"train*{example.suffix}"
+            first, *below = example.relative_to(path).parts
+            is_folder = below and _SPLIT.match(first)
+            named = path / first / "**" if is_folder else example.parent / f"train*{example.suffix}"
             raise InputError(
                 f"{path} has files of several splits ({', '.join(sorted(splits.values()))}): name one, such as "
                 f"{str(named)!r}, or all, {str(path / '**')!r}"

@@ -164,7 +164,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> WordStarts:
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = np.zeros(len(tokenizer), dtype=bool)
     special[tokenizer.all_special_ids] = True
-    if prefix := model.get("continuing_subword_prefix"):  # WordPiece
+    if prefix := model.get("continuing_subword_prefix"):  # WordPiece, or a BPE with a prefix
         begins = ~special & [not token.startswith(prefix) for token in tokens]
         return lambda ids: begins[ids]
     if suffix := model.get("end_of_word_suffix"):  # BPE without byte level, such as HerBERT's

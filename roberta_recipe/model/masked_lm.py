@@ -193,10 +193,11 @@ def build_model(
             f"{entries}, {more}or tokenizer_name to the model's own tokenizer"
         )
     in_blocks = (*boundary_ids(tokenizer).values(), tokenizer.mask_token_id)
-    if weights.counts_from_padding(config) and tokenizer.pad_token_id in in_blocks:
+    # a checkpoint may have been trained so (EuroBERT)
+    if tokenizer.pad_token_id in in_blocks and (not model_name_or_path or weights.counts_from_padding(config)):
         raise InputError(
-            f"the tokenizer pads with {tokenizer.pad_token!r}, which blocks have too, and the positions of a "
-            f"{config.model_type!r} model skip it: give the tokenizer a pad_token of its own"
+            f"the tokenizer pads with {tokenizer.pad_token!r}, which blocks have too, so its embedding would get no "
+            "gradient and RoBERTa's positions would skip it: give the tokenizer a pad_token of its own"
         )
     weights.check_length(source, max_seq_length, config)
     if model_name_or_path:

@@ -240,12 +240,12 @@ def _task_results(summary: records.Summary) -> list[EvalResult]:
     """The picked setting's medians for the model-index; a dataset that is not on the Hub is named `local/...`."""
     scores, dataset, args = records.picked_setting(summary), summary["dataset"], summary["resolved_args"]
     own = "" if dataset["note"] else args.get("dataset_name") or ""  # a note: scored on held-out training rows
+    name = re.sub(r"\W+", "_", dataset["name"].lower()).strip("_")
     others = {split.partition("_")[2]: split for split in summary["scored_examples"]}  # by the end of a metric's name
     return [
         EvalResult(
             task_type=dataset["task_type"],
-            dataset_type=dataset["hub_id"]
-            or (own if _is_hub_id(own) else f"local/{re.sub(r'[^a-z0-9]+', '_', dataset['name'].lower()).strip('_')}"),
+            dataset_type=dataset["hub_id"] or (own if _is_hub_id(own) else f"local/{name}"),
             dataset_name=dataset["name"],
             dataset_config=dataset["hub_config"] or args.get("dataset_config_name"),
             dataset_split=others.get(metric.rpartition("_")[2], dataset["split"]),

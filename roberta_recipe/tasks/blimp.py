@@ -107,7 +107,7 @@ def read(data_dir: str | None, limit: int | None = None) -> Pairs:
     chosen = {uid: pairs[uid][:limit] for uid in PHENOMENON if uid in pairs}
     flat = [pair for rows in chosen.values() for pair in rows]
     if not flat:
-        raise InputError(f"{data_dir} has no pair of sentences: its *.jsonl are empty")
+        raise InputError(f"{data_dir or HUB_ID} has no pair of sentences")
     return Pairs([good for good, _ in flat], [bad for _, bad in flat], {uid: len(rows) for uid, rows in chosen.items()})
 
 

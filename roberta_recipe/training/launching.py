@@ -29,10 +29,8 @@ _REFUSED_PLUGINS = {
 }
 _WORKERS_PER_CORE = 16  # limit
 _TRUE = ("1", "true", "yes", "y", "on", "t")  # as in accelerate
-# values of missing keys: by default DeepSpeed clips gradients at 1.0 and sums them in half precision, and accelerate
-# replaces any offloaded optimizer by DeepSpeed's Adam
+# values of missing keys, as DeepSpeed's own defaults clip gradients at 1.0, and sum them in half precision
 DEEPSPEED_DEFAULTS = {
-    "zero_force_ds_cpu_optimizer": False,
     "gradient_clipping": "auto",
     "data_types": {"grad_accum_dtype": "fp32"},
     "communication_data_type": "fp32",
@@ -92,9 +90,11 @@ def check_deepspeed(args: TrainingArguments) -> None:
     config.trainer_config_process(args)
     differences = [line.removeprefix("- ds ") for line in config.mismatches]
     differences += [f"section {name!r}" for name in _REPLACED_SECTIONS if name in config.config]
-    optim = getattr(args.optim, "value", args.optim)  # also of transformers' enum
-    if config.config["zero_force_ds_cpu_optimizer"] and not optim.startswith("adamw"):
-        differences.append(f"zero_force_ds_cpu_optimizer=True vs optim={optim}")
+    optim, force = getattr(args.optim, "value", args.optim), "zero_force_ds_cpu_optimizer"
+    is_offloaded = config.get_value("zero_optimization.offload_optimizer.device", "none") != "none"
+    replaces = is_offloaded and not optim.startswith("adamw")  # accelerate, by DeepSpeed's Adam
+    if replaces and args.deepspeed_plugin.deepspeed_config.setdefault(force, False):
+        differences.append(f"{force}={config.config[force]} vs optim={optim} (set it to false)")
     if differences:
         raise InputError(
             f'the DeepSpeed configuration contradicts the flags: {"; ".join(differences)}. Write "auto" for values '
