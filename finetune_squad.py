@@ -242,7 +242,7 @@ def job_of(
     return protocol.Job(
         name=f"squad {version(args)}",
         metric="f1",
-        dataset=squad.dataset_card(version(args), len(questions), uses_classifier(args)),
+        dataset=squad.dataset_card(version(args), questions, uses_classifier(args)),
         tokenizer=tokenizer,
         build_model=lambda: build_model(args),
         features={split: made.features for split, made in windows.items()},

@@ -235,6 +235,8 @@ CONLL = [  # file, words and tags
     ("a\tB-X\nb O\n", "a/B-X b/O"),
     ("# 7 dogs\na\tB-X\n", "a/B-X"),
     ("a B-X\nb I-X\nc L-X\nd U-Y\ne O", "a/B-X b/I-X c/E-X d/S-Y e/O"),
+    ("a B-X\nb M-X\nc E-X\nd S-Y\ne O", "a/B-X b/I-X c/E-X d/S-Y e/O"),
+    ("# id 7f-1\tdomain=en\na _ _ B-X\nb _ _ O\n", "a/B-X b/O"),  # MultiCoNER
     ("a B-X\rb O\r\rc O\r", "a/B-X b/O c/O"),  # line ends of old Macs
     ("a B-X\r\r\nb I-X\r\r\n", "a/B-X b/I-X"),  # text mode, twice
 ]
@@ -242,7 +244,7 @@ CONLL = [  # file, words and tags
 
 @pytest.mark.parametrize(("text", "expected"), CONLL)
 def test_conll_files(tmp_path, text, expected):
-    """Comments, tab-separated words with spaces, BILOU."""
+    """Comments, tab-separated words with spaces, BILOU, BMES."""
     (tmp_path / "t.conll").write_text(text)
     rows = ner.read_file(str(tmp_path / "t.conll"), "words", "tags")
     found = ner.parse_rows("t.conll", rows, "words", "tags", False)

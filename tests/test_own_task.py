@@ -230,6 +230,8 @@ BAD = {
     "NaN": ("t.jsonl", '{"text": "a", "label": 0.5}\n{"text": "b", "label": NaN}\n', [], "row 2: label is nan"),
     "word among scores": ("t.csv", "text,label\na,0.5\nb,x\n", [], "row 2: label is 'x', not a number like '0.5'"),
     "NA": ("t.csv", "text,label\na,x\nb,y\nc,N/A\n", [], "row 3: label is 'N/A', which means a missing label"),
+    "NULL": ("t.csv", "text,label\na,x\nb,y\nc,NULL\n", [], "row 3: label is 'NULL', which means a missing label"),
+    "MySQL": ("t.csv", "text,label\na,x\nb,y\nc,\\N\n", [], "row 3: label is .*, which means a missing label"),
     "blank": ("t.csv", "text,label\na,x\nb,x \n", [], "t.csv, row 2: label is 'x ', with blanks around it, a tab"),
     "line end": ("t.csv", 'text,label\na,x\nb,"y\nz"\n', [], r"label is 'y\\nz', with .* a line end or invalid"),
     "tab": ("t.csv", "text,label\na,x\tz\nb,y\n", [], r"row 1: label is 'x\\tz', with blanks around it, a tab, a"),

@@ -261,7 +261,11 @@ def test_learning_rates_fall_from_the_head_to_the_embeddings(model_dir, tmp_path
 
 
 def test_the_card_names_the_data_and_publishes_scores_only():
-    hub, own = squad.dataset_card("2.0", 11_873), squad.dataset_card("1.1", 300)
+    first, spanish = (
+        squad.SquadExample("1", text, "c", ()) for text in ("In what country is Normandy located?", "¿Qué?")
+    )
+    hub, own = squad.dataset_card("2.0", [first] * 11_873), squad.dataset_card("1.1", [first] * 300)
+    assert squad.dataset_card("2.0", [spanish] * 11_873)["hub_id"] is None  # a translation
     assert (hub["name"], hub["hub_id"], hub["task_type"]) == ("SQuAD 2.0", "rajpurkar/squad_v2", "question-answering")
     assert own["hub_id"] is None and list(own["hub_metrics"]) == ["exact_match", "f1"]
     assert not [name for name in hub["hub_metrics"] if "total" in name or "thresh" in name]
@@ -400,6 +404,7 @@ def test_shapes_of_public_files(tmp_path, lines):
 def test_misplaced_answers_are_left_out_and_named(flags, tmp_path, capsys):
     made = paragraphs(10, seed=1)
     made[3][1][0]["answers"][0]["answer_start"] += 1
+    made[4][1][0]["answers"].append({"text": "elsewhere", "answer_start": 0})  # only the first is trained on
     write(tmp_path / "train-v2.0.json", made)
     held_out = paragraphs(4, seed=2)
     for context, (first, *_) in held_out[:2]:

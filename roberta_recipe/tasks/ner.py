@@ -48,7 +48,8 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
     text = re.sub("(?m)^-DOCSTART-.*$", "", text)
     lines, sentences = [line.strip(" \t") for line in text.split("\n")], [[]]
     rows = [line for line in lines if line and not comment.match(line)] or [""]
-    split = re.compile(" *\t *" if all("\t" in line for line in rows) else "[ \t]+").split
+    has_tabs = all("\t" in line for line in rows)
+    split = re.compile(" *\t *" if has_tabs else "[ \t]+").split
     width = len(split(rows[0]))
     for number, line in enumerate(lines, 1):
         if not line:
@@ -56,7 +57,7 @@ def read_file(path: str, text_column: str, label_column: str) -> own_task.Rows:
         elif (
             sentences[-1]
             or not comment.match(line)
-            or (("\t" in line or "=" not in line) and len(split(line)) == width)
+            or (("=" not in line or (has_tabs and "\t" in line)) and len(split(line)) == width)
         ):
             sentences[-1].append(split(line))
             if len(sentences[-1][-1]) != width:
@@ -87,7 +88,8 @@ def parse_rows(where: str, rows: own_task.Rows, text_column: str, label_column: 
         if has_tags and not (is_list and len(tags) == len(words)):
             fault = f"not {len(words)} tags" + "; a test set has them in all rows or in none" * is_test
             raise InputError(f"{at}: {label_column} is {tags!r}, {fault}: add them, or {name} --label_column")
-        tags = [re.sub("^[LU]-", lambda start: "ES"["LU".index(start[0][0])] + "-", str(tag)) for tag in tags]  # BILOU
+        # BILOU's L and U, BMES's M
+        tags = [re.sub("^[LUM]-", lambda start: "ESI"["LUM".index(start[0][0])] + "-", str(tag)) for tag in tags]
         sentences.append(Sentence(tuple(words), tuple(tags)))
     # the first sentence of each tag
     first = {tag: number for number, sentence in [*enumerate(sentences, 1)][::-1] for tag in sentence.tags}

@@ -24,6 +24,7 @@ from roberta_recipe.training.arguments import FinetuneArguments
 _TEXTS = (("sentence1", "sentence2"), ("text", "text_pair"), ("text",), ("sentence",))
 _HELD_OUT = slice(4, None, 10)  # a tenth of the rows in the order of their labels
 _SPLIT_SEED = 0
+_MISSING = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "None", "null", "NULL", "\\N")  # of pandas and databases
 
 # flag -> flags of which it requires one
 REQUIRES_ONE_OF = {
@@ -225,7 +226,7 @@ def _texts(where: str, row: dict[str, Any], columns: tuple[str, ...]) -> tuple[s
 
 def _number(value: Any) -> int | float | None:
     """The number that a label is or spells; None for a word. NaN for a missing label."""
-    if value in (None, "", "NA", "N/A", "#N/A", "None", "null"):
+    if value is None or value in _MISSING:
         return math.nan
     if not isinstance(value, str):
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -25,7 +25,10 @@ _PUBLISHED = {
     "1.1": ("exact_match", "f1"),
     "2.0": ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1"),
 }
-_QUESTIONS = {"1.1": 10_570, "2.0": 11_873}  # of the validation set
+_OFFICIAL = {  # validation set: number of questions and, as translations have as many, the first one
+    "1.1": (10_570, "Which NFL team represented the AFC at Super Bowl 50?"),
+    "2.0": (11_873, "In what country is Normandy located?"),
+}
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}  # by version_2_with_negative
 _ENCODED_AT_ONCE = 1000  # questions tokenized in one call
 
@@ -46,12 +49,12 @@ _LOADING_NOTE = (  # model card, with the answerability classifier
 )
 
 
-def dataset_card(version: str, questions: int, with_classifier: bool = False) -> DatasetCard:
-    """The model card's dataset entry of version "1.1" or "2.0", for this number of validation `questions`; only
-    SQuAD's own number gives the name SQuAD."""
-    is_own = questions != _QUESTIONS[version]
+def dataset_card(version: str, questions: list[SquadExample], with_classifier: bool = False) -> DatasetCard:
+    """The model card's dataset entry of version "1.1" or "2.0", for these validation `questions`; only SQuAD's own give
+    the name SQuAD."""
+    is_own = (len(questions), questions[0].question) != _OFFICIAL[version]
     return {
-        "name": f"squad {version} ({counted(questions, 'question')})" if is_own else f"SQuAD {version}",
+        "name": f"squad {version} ({counted(len(questions), 'question')})" if is_own else f"SQuAD {version}",
         "hub_id": None if is_own else HUB_DATASETS[version == "2.0"],
         "hub_config": None,
         "split": "validation",

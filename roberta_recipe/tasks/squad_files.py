@@ -24,8 +24,8 @@ class SquadExample:
 
     @property
     def misplaced(self) -> bool:
-        """Whether the context differs from an answer's text at its answer_start."""
-        return any(self.context[start : start + len(text)] != text for text, start in self.answers)
+        """Whether the context differs from the text of the first answer, which is trained on, at its answer_start."""
+        return any(self.context[start : start + len(text)] != text for text, start in self.answers[:1])
 
 
 def read_file(path: Path, version_2: bool | None) -> list[SquadExample]:
