@@ -173,8 +173,8 @@ def explain(trainer: "DurableTrainer", error: Exception) -> RunError | None:
     if lost := lost_process(error):
         return RunError(f"{lost_message(lost, error)} {trainer.checkpoint_hint} {resume_hint()}")
     if is_out_of_memory(error):
-        size = trainer.args.per_device_train_batch_size
-        fix = f"lower per_device_train_batch_size={size}; the global batch stays as it is"
+        fix = f"lower per_device_train_batch_size={trainer.args.per_device_train_batch_size} (the batch stays) or, "
+        fix += f"in an evaluation, per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}"
         return RunError(f"out of memory at step {step + 1} ({first_line(error)}): {fix}. {trainer.checkpoint_hint}")
     return None
 
