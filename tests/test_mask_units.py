@@ -307,28 +307,19 @@ def test_a_run_with_another_mask_resumes_as_itself(preset, tmp_path, capsys, mon
         train_mlm.main([*flags, "--output_dir", str(tmp_path / "drawn_before")])
 
 
-def test_words_of_other_tokenizers():
+def test_words_of_other_tokenizers(tokenizer):
     """BPE with a suffix at the end of a word (HerBERT), WordPiece with its own prefix and pre-tokenizer, and BPE whose
     normalizer writes blanks as letters (Gemma)."""
     special, words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], ["the", "lazy", "dogs"]
-    roles = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
 
     def starts(model, pre_tokenizer, normalizer=None):
         backend = Tokenizer(model)
         backend.pre_tokenizer, backend.normalizer = pre_tokenizer, normalizer
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
-        ids = np.array(
-            [0, *tokenizer("the lazy dogs", add_special_tokens=False).input_ids, 2, *tokenizer("the").input_ids]
-        )
+        other = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+        ids = np.array([0, *other("the lazy dogs", add_special_tokens=False).input_ids, 2, *other("the").input_ids])
         assert len(ids) > 8  # words of several tokens
-        tokens = tokenizer.convert_ids_to_tokens(ids)
-        return [token for token, begins in zip(tokens, word_starts(tokenizer)(ids), strict=True) if begins]
+        tokens = other.convert_ids_to_tokens(ids)
+        return [token for token, begins in zip(tokens, word_starts(other)(ids), strict=True) if begins]
 
     letters = sorted({*"".join(words)})
     pieces = [*special, *letters, *(f"{letter}</w>" for letter in letters)]

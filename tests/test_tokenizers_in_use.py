@@ -331,18 +331,11 @@ def test_a_class_that_drops_parts_of_a_tokenizer_is_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
-def test_special_tokens_written_in_a_text_stay_text(kind):
+def test_special_tokens_written_in_a_text_stay_text(kind, tokenizer):
     """Also where the pre-tokenizer keeps them whole, and the vocabulary has them."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "cat", *map(chr, range(60, 63)), *["##s", "##>", "##/"]]
     backend = Tokenizer(getattr(models, kind)({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    roles = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
-    (ids,) = tokenization.corpus_encoder(tokenizer)(["a </s> cat <mask>"])
-    assert not {2, 4} & {*ids} and tokenizer.convert_ids_to_tokens([ids[0]]) == ["a"] and names.index("cat") in ids
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+    (ids,) = tokenization.corpus_encoder(wrapped)(["a </s> cat <mask>"])
+    assert not {2, 4} & {*ids} and wrapped.convert_ids_to_tokens([ids[0]]) == ["a"] and names.index("cat") in ids

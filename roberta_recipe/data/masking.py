@@ -14,15 +14,8 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from roberta_recipe.data import IGNORED, MaskingUnit, phrases
-from roberta_recipe.data.mask_units import (
-    Words,
-    choose_phrases,
-    choose_spans,
-    choose_words,
-    word_starts,
-    words_of_blocks,
-)
+from roberta_recipe.data import IGNORED, MaskingUnit, mask_units, phrases
+from roberta_recipe.data.mask_units import Words
 from roberta_recipe.data.order import place_of
 from roberta_recipe.data.packing import Block
 
@@ -59,7 +52,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         self._is_special[self.tokenizer.all_special_ids] = True
         self._replacements = np.flatnonzero(~self._is_special)
         self._mask, self._pad = self.tokenizer.mask_token_id, self.tokenizer.pad_token_id  # read once: slow properties
-        self._starts = None if self.masking_unit == "token" else word_starts(self.tokenizer)
+        self._starts = None if self.masking_unit == "token" else mask_units.word_starts(self.tokenizer)
         self._draws = np.random.Generator(np.random.Philox(key=self.seed))
         self._philox = self._draws.bit_generator.state  # setting the state is 5 times as fast as a new generator
 
@@ -90,12 +83,12 @@ class MlmCollator(DataCollatorForLanguageModeling):
             return predicted
         if self.masking_unit == "whole_word":
             count = self._count(int(words.begins.sum())) if self.mask_count == "exact" else None
-            return choose_words(words, pick, self.mlm_probability, count)
+            return mask_units.choose_words(words, pick, self.mlm_probability, count)
         budget = self._count(len(ids) - np.count_nonzero(words.special))
         if self.masking_unit in phrases.UNITS:
-            begins, ends = choose_phrases(words, marks, budget, self._draws)
+            begins, ends = mask_units.choose_phrases(words, marks, budget, self._draws)
         else:
-            begins, ends = choose_spans(words, self.masking_unit, budget, self._draws)
+            begins, ends = mask_units.choose_spans(words, self.masking_unit, budget, self._draws)
         shown = bytearray(len(ids))
         for begin, end in zip(begins, ends, strict=True):
             shown[begin:end] = b"\1" * (end - begin)
@@ -124,7 +117,7 @@ class MlmCollator(DataCollatorForLanguageModeling):
         seen = [{name: value for name, value in block.items() if name != phrases.COLUMN} for block in examples]
         words, ids = itertools.repeat(None), [columns["input_ids"] for columns in seen if "labels" not in columns]
         if self._starts and ids:
-            words = words_of_blocks(ids, self._starts, self._is_special, self._mask)
+            words = mask_units.words_of_blocks(ids, self._starts, self._is_special, self._mask)
         for block, columns in zip(examples, seen, strict=True):
             if "labels" not in columns:
                 columns["input_ids"], columns["labels"] = self._masked(block, next(words))
@@ -150,6 +143,11 @@ def fixed_masks(blocks: list[Block], tokenizer: PreTrainedTokenizerBase, **setti
         source, file, _ = place_of(block.id)
         example[DOCUMENT] = documents.setdefault((source, file, block.document), len(documents))
     return examples
+
+
+def has_targets(examples: list[dict[str, Any]]) -> bool:
+    """Whether any position of masked examples is predicted."""
+    return any((example["labels"] != IGNORED).any() for example in examples)
 
 
 def unigram_entropy(blocks: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> float:

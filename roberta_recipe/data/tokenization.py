@@ -90,13 +90,13 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     is_byte_level = isinstance(backend.post_processor, processors.ByteLevel)  # trims offsets
     backend.post_processor = processors.Sequence([backend.post_processor, template]) if is_byte_level else template
     logger.info(
-        f"Template    {name} does not add two special tokens to a text; here it adds {bos} and {eos}, as training"
+        f"Template    {name} does not add two special tokens to a text; here it adds {bos} and {eos}, as in training"
     )
 
 
 def _warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase, path: Path, name: str) -> None:
-    """Warn if the class in tokenizer_config.json, which takes only parts of tokenizer.json, splits text in another way
-    than the file itself (a normalizer or pre-tokenizer of its own is lost)."""
+    """Warn if the tokenizer class, which rebuilds its backend, drops the normalizer or pre-tokenizer of tokenizer.json:
+    a text then has other ids."""
     if path.is_file():
         backends = (Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer)
         ids, used = (backend.encode(_PROBE, add_special_tokens=False).ids for backend in backends)

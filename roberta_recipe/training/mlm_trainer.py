@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers.trainer_utils import EvalLoopOutput
 
-from roberta_recipe.data import IGNORED, masking, order
+from roberta_recipe.data import masking, order
 from roberta_recipe.data.chunks import TextReader
 from roberta_recipe.data.corpus import Corpus, check_unchanged, hub_ids
 from roberta_recipe.data.packing import Block
@@ -230,7 +230,7 @@ class MlmTrainer(DurableTrainer):
         for number, source in enumerate(corpus.sources if len(corpus.sources) > 1 else ()):
             is_own = [order.place_of(block.id)[0] == number for block in validation]
             blocks, masked = (list(itertools.compress(rows, is_own)) for rows in (validation, self.eval_dataset))
-            if not any((example["labels"] != IGNORED).any() for example in masked):
+            if not masking.has_targets(masked):
                 continue
             prefix = f"eval_{source.name}"
             metrics = self.evaluate(masked, metric_key_prefix=prefix)

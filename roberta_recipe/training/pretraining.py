@@ -366,7 +366,7 @@ def validation_set(
         if not any(np.any(block[column] != masking.IGNORED) for block in blocks):
             raise InputError(f"objective {name}: no validation block has a label (needs: {needs}): {more}")
     examples = masking.fixed_masks(blocks, tokenizer, labels_of_mask=objectives.labels_of_mask(args.objective))
-    if not any((example["labels"] != masking.IGNORED).any() for example in examples):
+    if not masking.has_targets(examples):
         raise InputError(f"no position of {len(blocks)} validation blocks is predicted: hold out more text")
     return blocks, examples
 
